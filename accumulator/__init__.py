@@ -1,0 +1,1 @@
+"""An event accumulator on Redis."""

@@ -1,0 +1,265 @@
+"""The producer's and reader's SDK: :class:`Accumulator`, and :class:`AsyncAccumulator` for ``asyncio``.
+
+Both are thin shells: what is asked and how answers are read stands in :mod:`accumulator.operations`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from accumulator.envelope import Event
+from accumulator.errors import InvalidEvent, InvalidInput
+from accumulator.manifest import Manifest, StoredEvent
+from accumulator.operations import (
+    Bucket,
+    Flushed,
+    Held,
+    LoadedPolicy,
+    Operations,
+    Receipt,
+    ReconcileItem,
+    Retracted,
+)
+from accumulator.policy import Policy, duration_option
+from accumulator.store import AsyncStore, Store
+
+if TYPE_CHECKING:
+    from accumulator.store import AsyncClient, SyncClient
+
+EventLike = Event | Mapping[str, Any]
+
+
+def _one(event: EventLike | None, fields: dict[str, Any]) -> Event:
+    if event is None:
+        return Event.of(fields)
+    if fields:
+        raise InvalidEvent("event", "give an event, or its fields by name, not both")
+    return Event.of(event)
+
+
+def _many(events: Iterable[EventLike]) -> list[Event]:
+    return [Event.of(event, index) for index, event in enumerate(events)]
+
+
+def _duration(value: str | int) -> int:
+    """ms of '20s' or of a whole number of ms."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = f"{value}ms"
+    return duration_option(value)
+
+
+def _policy(flow: str, policy: Policy | Mapping[str, Any]) -> Policy:
+    return policy if isinstance(policy, Policy) else Policy.load(flow, policy)
+
+
+def _which(tenant: str | None, flow: str | None) -> None:
+    if tenant is None and flow is None:
+        raise InvalidInput("flow", "name a tenant, a flow or both")
+
+
+class Accumulator:
+    """Pushes events and reads buckets, over a synchronous connection.
+
+    `server` is a URL (``redis://…``, ``rediss://…``, ``unix://…``), of which a client of our own is made with `options`
+    for redis-py, or an existing ``redis.Redis`` or ``RedisCluster``: any protocol, decoding or not. `namespace` and
+    `partitions` (None: what the namespace has, 64 for a new one) name the key space. `clock` (ms) puts a namespace
+    under a virtual clock: for tests only.
+
+    Every method raises ServerUnavailable, ServerRefused or MissingRight where the server does not do it, and
+    NamespaceMismatch where the namespace was made for something else; each is safe to repeat. Safe to share between
+    threads.
+    """
+
+    def __init__(
+        self,
+        server: str | SyncClient,
+        *,
+        namespace: str = "acc",
+        partitions: int | None = None,
+        clock: Callable[[], int] | None = None,
+        **options: Any,
+    ) -> None:
+        self._own = isinstance(server, str)
+        self.operations = Operations(namespace, partitions, clock)
+        self.store = Store.from_url(server, **options) if isinstance(server, str) else Store(server)
+
+    def close(self) -> None:
+        """Closes the connections that were made here; a client that was given stays open."""
+        if self._own:
+            self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def push(self, event: EventLike | None = None, /, **fields: Any) -> Receipt:
+        """Delivers one event, given as an Event, a mapping, or by its fields. Raises InvalidEvent (nothing was sent) and
+        UnknownFlow."""
+        return self.store.perform(self.operations.push(_one(event, fields)))
+
+    def push_many(self, events: Iterable[EventLike]) -> list[Receipt]:
+        """Delivers any number of events of any buckets: the same answers, in order, as one push each; not atomic across
+        buckets. An invalid event stops the call before anything is sent, with its index and field. A part that got no
+        answer is `unknown` for its events; where no part got one, the error is raised."""
+        return self.store.perform(self.operations.push_many(_many(events)))
+
+    def flush(self, bucket_key: str, window_version: int | None = None, *, partial: bool = False) -> Flushed:
+        """Closes the open window (of that version) with reason `flush`; a partial one may be continued by the next."""
+        return self.store.perform(self.operations.flush(bucket_key, window_version, partial))
+
+    def flush_where(
+        self, *, tenant: str | None = None, flow: str | None = None, partial: bool = False
+    ) -> list[Flushed]:
+        """Flushes each bucket of a tenant or flow (as they stand in the key) that is open when it begins; not atomic."""
+        _which(tenant, flow)
+        return self.store.perform(self.operations.flush_where(tenant, flow, partial))
+
+    def hold(self, bucket_key: str, duration: str | int) -> Held:
+        """Keeps the open window open until now + `duration` (``"20s"``, or ms); lifts the inactivity limit only."""
+        return self.store.perform(self.operations.hold(bucket_key, _duration(duration)))
+
+    def retract(self, bucket_key: str, event_id: str) -> Retracted:
+        """Takes an id's entries out of the open window: its payload is never handed over."""
+        return self.store.perform(self.operations.retract(bucket_key, event_id))
+
+    def bucket(self, bucket_key: str) -> Bucket:
+        """A bucket as it stands, with its open window and true `due_at`."""
+        return self.store.perform(self.operations.bucket(bucket_key))
+
+    def open_buckets(self) -> list[tuple[str, int]]:
+        """(bucket_key, opened_at in ms) of every open bucket, the oldest first."""
+        return self.store.perform(self.operations.open_buckets())
+
+    def open_events(self, bucket_key: str) -> tuple[StoredEvent, ...]:
+        """The events of the open window, in order of acceptance."""
+        return self.store.perform(self.operations.open_events(bucket_key))
+
+    def manifests(self, bucket_key: str) -> list[Manifest]:
+        """The bucket's manifests by version, with their events."""
+        return self.store.perform(self.operations.manifests(bucket_key))
+
+    def manifest(self, window_id: str) -> Manifest | None:
+        """One manifest with its events."""
+        return self.store.perform(self.operations.manifest(window_id))
+
+    def reconciliation(self) -> list[ReconcileItem]:
+        """What waits for somebody to decide, in the order it was queued."""
+        return self.store.perform(self.operations.reconciliation())
+
+    def counters(self) -> dict[str, int]:
+        """The namespace's counters."""
+        return self.store.perform(self.operations.counters())
+
+    def load_policy(
+        self, flow: str, policy: Policy | Mapping[str, Any], *, only_new: bool = False
+    ) -> LoadedPolicy:
+        """Makes a policy the flow's latest: it rules the windows opened from now on. Equal content is no new version;
+        `only_new` keeps one that is there. Raises InvalidPolicy."""
+        return self.store.perform(self.operations.load_policy(flow, _policy(flow, policy), only_new))
+
+    def policies(self) -> dict[str, tuple[int, Policy]]:
+        """Flow → (version, policy), the latest of each."""
+        return self.store.perform(self.operations.policies())
+
+
+class AsyncAccumulator:
+    """The same as :class:`Accumulator` on ``redis.asyncio``; see there for arguments, results and errors."""
+
+    def __init__(
+        self,
+        server: str | AsyncClient,
+        *,
+        namespace: str = "acc",
+        partitions: int | None = None,
+        clock: Callable[[], int] | None = None,
+        **options: Any,
+    ) -> None:
+        self._own = isinstance(server, str)
+        self.operations = Operations(namespace, partitions, clock)
+        self.store = AsyncStore.from_url(server, **options) if isinstance(server, str) else AsyncStore(server)
+
+    async def close(self) -> None:
+        """Closes the connections that were made here; a client that was given stays open."""
+        if self._own:
+            await self.store.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def push(self, event: EventLike | None = None, /, **fields: Any) -> Receipt:
+        """See :meth:`Accumulator.push`."""
+        return await self.store.perform(self.operations.push(_one(event, fields)))
+
+    async def push_many(self, events: Iterable[EventLike]) -> list[Receipt]:
+        """See :meth:`Accumulator.push_many`."""
+        return await self.store.perform(self.operations.push_many(_many(events)))
+
+    async def flush(
+        self, bucket_key: str, window_version: int | None = None, *, partial: bool = False
+    ) -> Flushed:
+        """See :meth:`Accumulator.flush`."""
+        return await self.store.perform(self.operations.flush(bucket_key, window_version, partial))
+
+    async def flush_where(
+        self, *, tenant: str | None = None, flow: str | None = None, partial: bool = False
+    ) -> list[Flushed]:
+        """See :meth:`Accumulator.flush_where`."""
+        _which(tenant, flow)
+        return await self.store.perform(self.operations.flush_where(tenant, flow, partial))
+
+    async def hold(self, bucket_key: str, duration: str | int) -> Held:
+        """See :meth:`Accumulator.hold`."""
+        return await self.store.perform(self.operations.hold(bucket_key, _duration(duration)))
+
+    async def retract(self, bucket_key: str, event_id: str) -> Retracted:
+        """See :meth:`Accumulator.retract`."""
+        return await self.store.perform(self.operations.retract(bucket_key, event_id))
+
+    async def bucket(self, bucket_key: str) -> Bucket:
+        """See :meth:`Accumulator.bucket`."""
+        return await self.store.perform(self.operations.bucket(bucket_key))
+
+    async def open_buckets(self) -> list[tuple[str, int]]:
+        """See :meth:`Accumulator.open_buckets`."""
+        return await self.store.perform(self.operations.open_buckets())
+
+    async def open_events(self, bucket_key: str) -> tuple[StoredEvent, ...]:
+        """See :meth:`Accumulator.open_events`."""
+        return await self.store.perform(self.operations.open_events(bucket_key))
+
+    async def manifests(self, bucket_key: str) -> list[Manifest]:
+        """See :meth:`Accumulator.manifests`."""
+        return await self.store.perform(self.operations.manifests(bucket_key))
+
+    async def manifest(self, window_id: str) -> Manifest | None:
+        """See :meth:`Accumulator.manifest`."""
+        return await self.store.perform(self.operations.manifest(window_id))
+
+    async def reconciliation(self) -> list[ReconcileItem]:
+        """See :meth:`Accumulator.reconciliation`."""
+        return await self.store.perform(self.operations.reconciliation())
+
+    async def counters(self) -> dict[str, int]:
+        """See :meth:`Accumulator.counters`."""
+        return await self.store.perform(self.operations.counters())
+
+    async def load_policy(
+        self, flow: str, policy: Policy | Mapping[str, Any], *, only_new: bool = False
+    ) -> LoadedPolicy:
+        """See :meth:`Accumulator.load_policy`."""
+        return await self.store.perform(self.operations.load_policy(flow, _policy(flow, policy), only_new))
+
+    async def policies(self) -> dict[str, tuple[int, Policy]]:
+        """See :meth:`Accumulator.policies`."""
+        return await self.store.perform(self.operations.policies())

@@ -1,0 +1,116 @@
+"""Names of all Redis keys: one function each, so that the key space can be read in one place.
+
+Everything one script touches carries the same hash tag ``{p}``, the partition, so the same code runs on Redis
+Cluster. `prefix` is made by :func:`prefix`. A bucket key holds at least two colons and a window id none, so
+the two can't meet under one name.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+
+from accumulator.errors import InvalidSettings
+
+MAX_PARTITIONS = 4096
+_NAMESPACE = re.compile(r"[a-z0-9_-]{1,32}")
+
+
+def check_namespace(namespace: str) -> str:
+    """The namespace itself, if it is 1 to 32 of ``a-z 0-9 _ -``; else InvalidSettings."""
+    if _NAMESPACE.fullmatch(namespace) is None:
+        raise InvalidSettings("namespace", "must be 1 to 32 characters out of a-z, 0-9, '_' and '-'")
+    return namespace
+
+
+def partition_of(bucket_key: str | bytes, partitions: int) -> int:
+    """The bucket's partition, 0 … partitions−1: CRC-32 (as in zlib) of the key's UTF-8 bytes, modulo
+    `partitions`."""
+    data = bucket_key.encode() if isinstance(bucket_key, str) else bucket_key
+    return zlib.crc32(data) % partitions
+
+
+def meta(namespace: str) -> str:
+    """Hash: format version, partition count, created at, policy version numbers. The only key without a hash
+    tag."""
+    return f"{namespace}:meta"
+
+
+def prefix(namespace: str, partition: int) -> str:
+    """Beginning of every key of a partition, its hash tag included: ``acc:{7}:``."""
+    return f"{namespace}:{{{partition}}}:"
+
+
+def timers(prefix: str) -> str:
+    """Sorted set: member → instant in ms at which something falls due."""
+    return f"{prefix}timers"
+
+
+def open_(prefix: str) -> str:
+    """Sorted set: open buckets by opened_at in ms."""
+    return f"{prefix}open"
+
+
+def outbox(prefix: str) -> str:
+    """Sorted set: unsettled manifests by age."""
+    return f"{prefix}outbox"
+
+
+def reconcile(prefix: str) -> str:
+    """Stream: what somebody has to resolve; never trimmed."""
+    return f"{prefix}reconcile"
+
+
+def audit(prefix: str) -> str:
+    """Stream, capped: what was ignored, refused or late."""
+    return f"{prefix}audit"
+
+
+def stats(prefix: str) -> str:
+    """Hash: counters and histograms for metrics."""
+    return f"{prefix}stats"
+
+
+def bucket(prefix: str, bucket_key: str) -> str:
+    """Hash: the bucket's state and its open window."""
+    return f"{prefix}bucket:{bucket_key}"
+
+
+def events(prefix: str, key_or_window_id: str) -> str:
+    """Stream: the open window's events (by bucket key), or a closed one's (by window id)."""
+    return f"{prefix}events:{key_or_window_id}"
+
+
+def ids(prefix: str, bucket_key: str) -> str:
+    """Hash: event_id → known digests and where it went."""
+    return f"{prefix}ids:{bucket_key}"
+
+
+def order(prefix: str, bucket_key: str) -> str:
+    """Hash: the highest order value of each source."""
+    return f"{prefix}order:{bucket_key}"
+
+
+def kept(prefix: str, key_or_window_id: str) -> str:
+    """The one payload that is kept under `keep: last`, of the open window (by bucket key) or a closed one."""
+    return f"{prefix}kept:{key_or_window_id}"
+
+
+def manifest(prefix: str, window_id: str) -> str:
+    """Hash: a closed window with its facts, limits, state and timeline."""
+    return f"{prefix}manifest:{window_id}"
+
+
+def manifests(prefix: str, bucket_key: str) -> str:
+    """Sorted set: the bucket's manifests."""
+    return f"{prefix}manifests:{bucket_key}"
+
+
+def ready(prefix: str, sink: str) -> str:
+    """List: manifests of a sink whose turn has come."""
+    return f"{prefix}ready:{sink}"
+
+
+def policy(prefix: str, flow: str) -> str:
+    """Hash: policy version → policy of the flow."""
+    return f"{prefix}policy:{flow}"

@@ -1,0 +1,26 @@
+#!lua flags=allow-oom
+-- begin: grants an attempt of a manifest, once. From here its lease runs.
+--
+-- parts: clock, window, manifest
+-- KEYS[1] -> <ns>:{<p>}:timers
+-- derived -> <ns>:{<p>}: manifest:<w> policy:<flow> stats
+-- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere
+-- ARGV[2] -> window_id
+-- ARGV[3] -> attempt
+-- ARGV[4] -> token that will fence this attempt, 16 characters [0-9a-z]
+-- ARGV[5] -> lease, ms
+-- reply   -> {'granted'|'refused', state or ''}; the same token asking again is granted again
+-- cost    -> O(log timers)
+
+local m = load_manifest(ARGV[2])
+local granted = false
+if m.state == 'dispatched' and m.attempt == tonumber(ARGV[3]) then
+  granted = true
+  move(m, 'processing', 'begun', 'token', ARGV[4])
+  put('ZADD', KEYS[1], now + ARGV[5], 'm:' .. m.id)
+elseif m.state == 'processing' and m.token == ARGV[4] then
+  granted = true
+end
+commit()
+finish()
+return { granted and 'granted' or 'refused', m.state or '' }

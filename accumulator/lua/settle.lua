@@ -1,0 +1,32 @@
+#!lua flags=allow-oom
+-- settle: ends an attempt: confirmed, to be retried, or dead.
+--
+-- parts: clock, window, manifest
+-- KEYS[1] -> <ns>:{<p>}:timers
+-- derived -> <ns>:{<p>}: manifest:<w> manifests:<k> bucket:<k> ready:<sink> policy:<flow> outbox stats
+-- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere
+-- ARGV[2] -> window_id
+-- ARGV[3] -> token of the attempt
+-- ARGV[4] -> confirmed | retrying | dead
+-- ARGV[5] -> cause: the class of an error, never its text
+-- ARGV[6] -> back-off, ms, of retrying; else 0
+-- reply   -> {'done'|'refused', state or ''}; the same token saying the same again is done again
+-- cost    -> O(log timers)
+
+local m = load_manifest(ARGV[2])
+local answer = 'refused'
+if m.token == ARGV[3] and m.state == 'processing' then
+  answer = 'done'
+  if ARGV[4] == 'retrying' then
+    move(m, 'retrying', ARGV[5])
+    put('ZADD', KEYS[1], now + ARGV[6], 'm:' .. m.id)
+    wake = now + ARGV[6]
+  else
+    leave(m, ARGV[4], ARGV[5])
+  end
+elseif m.token == ARGV[3] and m.state == ARGV[4] then
+  answer = 'done'
+end
+commit()
+finish()
+return { answer, m.state or '' }

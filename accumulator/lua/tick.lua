@@ -1,0 +1,74 @@
+#!lua flags=allow-oom
+-- tick: what is due in a partition, a bounded number at a time.
+--
+-- parts: clock, window, manifest
+-- KEYS[1] -> <ns>:{<p>}:timers
+-- derived -> as accept, and orphans
+-- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere
+-- ARGV[2] -> how many timers at the most
+-- reply   -> {timers handled, the next due instant or -1, windows closed, timers whose record is not to be seen,
+--            what went wrong with one of them, or ''}
+-- cost    -> O(limit * log open windows)
+
+local orphans, failure = 0, nil
+local due = call('ZRANGE', KEYS[1], '-inf', format('%d', now), 'BYSCORE', 'LIMIT', 0, ARGV[2])
+local suspected = call('EXISTS', prefix .. 'orphans') == 1
+
+-- A record that is not to be seen may be on its way to another node: it is looked for again a minute later.
+local function orphan(member)
+  orphans = orphans + 1
+  count('orphans')
+  local since = call('HGET', prefix .. 'orphans', member)
+  if since and now - since >= 60000 then
+    call('HDEL', prefix .. 'orphans', member)
+    call('ZREM', KEYS[1], member)
+    audit(now, 'anomaly', string.sub(member, 3), '', 'code', 'orphan_timer_dropped')
+    commit()
+  else
+    call('ZADD', KEYS[1], now + 60000, member)
+    if not since then
+      call('HSET', prefix .. 'orphans', member, now)
+      audit(now, 'anomaly', string.sub(member, 3), '', 'code', 'orphan_timer')
+      commit()
+    end
+  end
+end
+
+local closed = 0
+local function handle(member)
+  local kind, key = string.sub(member, 1, 2), string.sub(member, 3)
+  local found = true
+  if kind == 'w:' then
+    local b = load_bucket(key)
+    if not b.window then
+      found = false
+    elseif expire(b) then
+      closed = closed + 1
+      save_bucket(b)
+      commit()
+    else
+      call('ZADD', KEYS[1], due_at(b.window), member)
+    end
+  else
+    found = kind == 'm:' and manifest_timer(key)
+  end
+  if not found then
+    orphan(member)
+  elseif suspected then
+    call('HDEL', prefix .. 'orphans', member)
+  end
+end
+
+for i = 1, #due do
+  local ok, problem = pcall(handle, due[i])
+  if not ok then
+    -- One bucket that can't be closed must not keep the others from it.
+    journal = {}
+    count('anomalies')
+    call('ZADD', KEYS[1], now + 10000, due[i])
+    failure = type(problem) == 'table' and problem.err or problem
+  end
+end
+finish()
+local next_due = call('ZRANGE', KEYS[1], 0, 0, 'WITHSCORES')[2]
+return { #due, next_due or '-1', closed, orphans, failure or '' }

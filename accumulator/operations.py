@@ -1,0 +1,759 @@
+"""What is asked of the server, and how its answers are read: each operation once, for both clients.
+
+An operation is a generator: it yields rounds of calls, is sent their replies and returns its result. It knows keys,
+scripts and reply shapes, and neither sockets nor ``await``.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final, NamedTuple
+
+from accumulator import keys
+from accumulator.envelope import Event, split_bucket_key
+from accumulator.errors import (
+    AccumulatorError,
+    InternalError,
+    InvalidEvent,
+    InvalidInput,
+    NamespaceMismatch,
+    UnknownFlow,
+)
+from accumulator.manifest import RELATIONS, Contents, Manifest, StoredEvent, read_manifest, replay
+from accumulator.policy import Policy
+from accumulator.store import Call, Operation, Reply, answer, as_pairs, as_stream
+
+FORMAT: Final = 1
+"""Version of the storage format; a namespace with a higher one is refused."""
+
+CALL_EVENTS: Final = 500
+CALL_BYTES: Final = 1 << 20
+ROUND_EVENTS: Final = 10_000
+PAGE: Final = 1000
+
+
+def _nonce(length: int) -> str:
+    return secrets.token_hex(length // 2)
+
+
+class Outcome(StrEnum):
+    """What became of an event."""
+
+    ACCEPTED = "accepted"
+    REVISED = "revised"
+    DUPLICATE = "duplicate"
+    CONFLICT = "conflict"
+    REJECTED = "rejected"
+    RECONCILED = "reconciled"
+    UNKNOWN = "unknown"
+    """No answer came: the event may have been taken. Sending it again is safe."""
+
+
+_OUTCOMES = {
+    "a": Outcome.ACCEPTED,
+    "r": Outcome.REVISED,
+    "d": Outcome.DUPLICATE,
+    "k": Outcome.DUPLICATE,
+    "c": Outcome.CONFLICT,
+    "j": Outcome.REJECTED,
+    "q": Outcome.RECONCILED,
+}
+
+
+class ClosedWindow(NamedTuple):
+    """A window that became a manifest: `closed_at` in ms, `reason` as in the manifest."""
+
+    window_id: str
+    window_version: int
+    reason: str
+    closed_at: int
+
+
+class Receipt(NamedTuple):
+    """The answer to one pushed event.
+
+    `window_id`, `window_version` (from 1) and `position` (from 1, among all entries the window took) where it was
+    accepted or revised; a duplicate or conflict names the version of the window that holds the id, where one does.
+    `closed` is the reason where this very event closed the window it went into; `closed_windows` are all manifests its
+    push closed, an expired one included. `code` says why it was rejected or reconciled; `conflict` marks a duplicate
+    of the same id with other content (`keep_first`); `error` is why no answer came.
+    """
+
+    outcome: Outcome
+    event_id: str
+    bucket_key: str
+    window_id: str | None = None
+    window_version: int | None = None
+    position: int | None = None
+    late: bool = False
+    closed: str | None = None
+    code: str | None = None
+    conflict: bool = False
+    closed_windows: tuple[ClosedWindow, ...] = ()
+    error: str | None = None
+
+
+class Flushed(NamedTuple):
+    """The answer to a flush. `outcome`: ``flushed``, ``nothing_open``, or ``other_version`` where another version than
+    the one named is open (`open_version`)."""
+
+    outcome: str
+    bucket_key: str
+    open_version: int | None
+    closed_windows: tuple[ClosedWindow, ...]
+
+
+class Held(NamedTuple):
+    """The answer to a hold: the version held and its true `due_at` in ms; both None where no window is open."""
+
+    bucket_key: str
+    window_version: int | None
+    due_at: int | None
+    closed_windows: tuple[ClosedWindow, ...]
+
+
+class Retracted(NamedTuple):
+    """The answer to a retract. `outcome`: ``retracted``; or why not: ``already``, ``closed`` (in window
+    `window_version`), ``queued`` (for reconciliation only) or ``unknown``."""
+
+    outcome: str
+    bucket_key: str
+    event_id: str
+    window_version: int | None
+    closed_windows: tuple[ClosedWindow, ...]
+
+
+@dataclass(frozen=True)
+class OpenWindow:
+    """The open window of a bucket. Instants in ms; `due_at` is the true one, `due_reason` what it would close for.
+    `duplicates` counts those that arrived while it was open."""
+
+    window_id: str
+    window_version: int
+    opened_at: int
+    last_event_at: int
+    due_at: int
+    due_reason: str
+    entries: int
+    event_count: int
+    bytes: int
+    weight: int
+    policy_version: int
+    flow_policy: int
+    relation: str
+    duplicates: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket as it stands at `now` (ms): its open window, if any, and the last window it closed."""
+
+    bucket_key: str
+    now: int
+    open: OpenWindow | None
+    last_version: int
+    last_closed_window_id: str | None
+
+
+class ReconcileItem(NamedTuple):
+    """An event that waits for somebody to decide. `known` are the digests under its id, `item_id` names it in its
+    partition's queue, `queued_at` is in ms."""
+
+    item_id: str
+    queued_at: int
+    code: str
+    event: Event
+    digest: str
+    known: tuple[str, ...]
+
+
+class LoadedPolicy(NamedTuple):
+    """What became of a policy: its `version` in the namespace, and whether it is ``new``, the ``same`` as before, or the
+    one that was there is ``kept`` (and `differs`)."""
+
+    flow: str
+    version: int
+    outcome: str
+
+    @property
+    def differs(self) -> bool:
+        return self.outcome == "kept"
+
+
+class Taken(NamedTuple):
+    """A manifest handed to a sink: attempts count from 1."""
+
+    window_id: str
+    attempt: int
+    bucket_key: str
+
+
+class Tick(NamedTuple):
+    """What a tick did: timers handled, the next due instant (ms) or None, windows closed, timers whose record is not to
+    be seen, and what went wrong with one of them."""
+
+    handled: int
+    next_due: int | None
+    closed: int
+    orphans: int
+    failure: str | None
+
+
+def _closed(texts: Iterable[bytes]) -> tuple[ClosedWindow, ...]:
+    closed = []
+    for text in texts:
+        window_id, version, reason, at = text.decode().split(",")
+        closed.append(ClosedWindow(window_id, int(version), reason, int(at)))
+    return tuple(closed)
+
+
+class _Group:
+    """The events of one bucket that go in one call, in order."""
+
+    __slots__ = ("arguments", "bytes", "events", "ids", "indices", "key", "plain", "sums")
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.events: list[Event] = []
+        self.indices: list[int] = []
+        self.ids: set[bytes] = set()
+        self.arguments: list[bytes] = []
+        self.bytes = 0
+
+    def add(self, index: int, event: Event) -> None:
+        packed = event.packed
+        self.events.append(event)
+        self.indices.append(index)
+        self.ids.add(packed.event_id)
+        self.arguments += packed[:4]
+        self.bytes += len(packed.envelope)
+
+    def encoded(self) -> list[Any]:
+        """bucket_key, flow, n, summary, then the events: the arguments of accept for one group."""
+        events = self.events
+        first = events[0]
+        if len(events) == 1:
+            size, occurred = first.packed.size, first.occurred_ms
+            plain = 0 if first.deadline_ms is not None else 1
+            summary = f"{size} {size} {first.weight} {occurred} {occurred} {first.policy_version} {plain}"
+        else:
+            sizes = [event.packed.size for event in events]
+            instants = [event.occurred_ms for event in events]
+            pv = first.policy_version
+            plain = int(
+                len(self.ids) == len(events)
+                and all(event.policy_version == pv and event.deadline_ms is None for event in events)
+            )
+            weight = sum(event.weight for event in events)
+            summary = f"{sum(sizes)} {max(sizes)} {weight} {min(instants)} {max(instants)} {pv} {plain}"
+        return [self.key, first.flow, len(events), summary, *self.arguments]
+
+
+class Operations:
+    """The operations on one namespace.
+
+    `partitions` is the count the namespace must have; None takes what is there, or 64 for a new one. `clock` gives the
+    instant (ms) in a namespace of a virtual clock, and makes a new namespace one.
+    """
+
+    def __init__(
+        self,
+        namespace: str = "acc",
+        partitions: int | None = None,
+        clock: Callable[[], int] | None = None,
+        nonce: Callable[[int], str] = _nonce,
+    ) -> None:
+        self.namespace = keys.check_namespace(namespace)
+        if partitions is not None and not 1 <= partitions <= keys.MAX_PARTITIONS:
+            raise NamespaceMismatch(f"a namespace has 1 to {keys.MAX_PARTITIONS} partitions, not {partitions}")
+        self._wanted = partitions
+        self._clock = clock
+        self._nonce = nonce
+        self.partitions = 0
+        self.prefixes: list[str] = []
+        self._flows: set[str] = set()
+
+    # --- the namespace ---
+
+    def connect(self) -> Operation[None]:
+        """Meets the namespace, or makes it. Raises NamespaceMismatch where it was made for something else."""
+        if self.prefixes:
+            return
+        meta = keys.meta(self.namespace)
+        mode = "live" if self._clock is None else "virtual"
+        replies = yield [Call(("HGETALL", meta))]
+        found = dict(as_pairs(replies[0]))
+        if not {b"format", b"partitions", b"mode"} <= found.keys():
+            replies = yield [
+                Call(("HSETNX", meta, field, value))
+                for field, value in (
+                    ("format", FORMAT),
+                    ("partitions", self._wanted or 64),
+                    ("mode", mode),
+                )
+            ]
+            for reply in replies:
+                answer(reply)
+            replies = yield [Call(("HGETALL", meta))]
+            found = dict(as_pairs(replies[0]))
+        if int(found[b"format"]) > FORMAT:
+            raise NamespaceMismatch(
+                f"namespace {self.namespace} is in format {int(found[b'format'])}, this release reads up to {FORMAT}: "
+                "upgrade event-accumulator, or use another namespace"
+            )
+        there = int(found[b"partitions"])
+        if self._wanted is not None and self._wanted != there:
+            raise NamespaceMismatch(
+                f"namespace {self.namespace} has {there} partitions, not {self._wanted}: set partitions to {there} (or "
+                "leave it out), or use another namespace"
+            )
+        if found[b"mode"].decode() != mode:
+            raise NamespaceMismatch(
+                f"namespace {self.namespace} is {found[b'mode'].decode()}, this client {mode}: a namespace with a virtual "
+                "clock is for tests and simulation only; use another namespace"
+            )
+        self.partitions = there
+        self.prefixes = [keys.prefix(self.namespace, p) for p in range(there)]
+
+    def prefix_of(self, bucket_key: str) -> str:
+        return self.prefixes[keys.partition_of(bucket_key, self.partitions)]
+
+    def prefix_of_window(self, window_id: str) -> str:
+        """A window id names its partition; one that no release made is refused."""
+        try:
+            partition = int(window_id[11:14], 16)
+            if window_id.isascii() and window_id.isalnum() and len(window_id) >= 20:
+                return self.prefixes[partition]
+        except (ValueError, IndexError):
+            pass
+        raise InvalidInput("window_id", "is none of this namespace")
+
+    def _now(self) -> int | str:
+        return "" if self._clock is None else self._clock()
+
+    def _script(self, name: str, prefix: str, *args: Any) -> Call:
+        return Call.run(name, keys.timers(prefix), self._now(), *args)
+
+    def checked_key(self, bucket_key: str) -> str:
+        """The key, if it is one; raises InvalidEvent."""
+        split_bucket_key(bucket_key)
+        return bucket_key
+
+    # --- policies ---
+
+    def load_policy(self, flow: str, policy: Policy, only_new: bool = False) -> Operation[LoadedPolicy]:
+        """Makes a policy the flow's latest, in every partition; equal content is no new version. `only_new`: where the
+        flow has one already, that is kept."""
+        yield from self.connect()
+        replies = yield [
+            Call.run(
+                "number_policy", keys.meta(self.namespace), flow, policy.canonical_json(), "1" if only_new else "0"
+            )
+        ]
+        number, outcome, text = answer(replies[0])
+        loaded = LoadedPolicy(flow, int(number), outcome.decode())
+        yield from self._install(flow, loaded.version, Policy.from_json(text.decode()))
+        return loaded
+
+    def _install(self, flow: str, version: int, policy: Policy) -> Operation[None]:
+        now = self._now()
+        if now == "":
+            replies = yield [Call(("TIME",))]
+            now = int(answer(replies[0])[0]) * 1000
+        fields = policy.fields(version, int(now))
+        rules = fields.pop(str(version))
+        rest = [part for pair in fields.items() for part in pair]
+        replies = yield [
+            Call.run("load_policy", keys.policy(prefix, flow), version, rules, *rest) for prefix in self.prefixes
+        ]
+        for reply in replies:
+            answer(reply)
+        self._flows.add(flow)
+
+    def repair_policies(self) -> Operation[int]:
+        """Brings every partition to the namespace's latest policies; the number of partitions and flows that were
+        behind."""
+        yield from self.connect()
+        flows = yield from self.policies()
+        behind = 0
+        for flow, (version, policy) in flows.items():
+            replies = yield [Call(("HGET", keys.policy(prefix, flow), "latest")) for prefix in self.prefixes]
+            latest: list[bytes | None] = [answer(reply) for reply in replies]
+            late = sum(1 for text in latest if text is None or not text.startswith(b"%d " % version))
+            if late:
+                behind += late
+                yield from self._install(flow, version, policy)
+        return behind
+
+    def policies(self) -> Operation[dict[str, tuple[int, Policy]]]:
+        """Flow → (version, policy), the latest of each."""
+        yield from self.connect()
+        replies = yield [Call(("HGETALL", keys.meta(self.namespace)))]
+        found = {}
+        for field, value in as_pairs(replies[0]):
+            if field.startswith(b"flow:"):
+                version, _, text = value.decode().partition(" ")
+                found[field.decode().removeprefix("flow:")] = (int(version), Policy.from_json(text))
+        return dict(sorted(found.items()))
+
+    def _know_flows(self, wanted: set[str]) -> Operation[None]:
+        """Refuses a flow without a policy before anything is sent."""
+        new = wanted - self._flows
+        if not new:
+            return
+        flows = sorted(new)
+        replies = yield [Call(("HMGET", keys.meta(self.namespace), "flow:default", *(f"flow:{f}" for f in flows)))]
+        default, *own = answer(replies[0])
+        for flow, text in zip(flows, own, strict=True):
+            if text is None and default is None:
+                raise UnknownFlow(flow)
+        self._flows |= new
+
+    # --- events ---
+
+    def push(self, event: Event) -> Operation[Receipt]:
+        """One event. Raises ServerError where no answer came or the server refused."""
+        receipts, errors = yield from self._push([event])
+        for error in errors:
+            raise error
+        return receipts[0]
+
+    def push_many(self, events: Sequence[Event]) -> Operation[list[Receipt]]:
+        """Any number of events of any buckets; the answers in the order given. A part without an answer is `unknown`
+        for its events; raises ServerError only where no part got one."""
+        receipts, errors = yield from self._push(events)
+        if errors and all(receipt.outcome is Outcome.UNKNOWN for receipt in receipts):
+            raise errors[0]
+        return receipts
+
+    def _push(self, events: Sequence[Event]) -> Operation[tuple[list[Receipt], list[AccumulatorError]]]:
+        yield from self.connect()
+        yield from self._know_flows({event.flow for event in events})
+        receipts: list[Receipt | None] = [None] * len(events)
+        errors: list[AccumulatorError] = []
+        for calls in self._calls(events):
+            replies: list[Reply] = yield [self._accept(p, groups) for p, groups in calls]
+            for (_, groups), reply in zip(calls, replies, strict=True):
+                if isinstance(reply, UnknownFlow):
+                    raise reply
+                if isinstance(reply, AccumulatorError):
+                    errors.append(reply)
+                    for group in groups:
+                        for i, event in zip(group.indices, group.events, strict=True):
+                            receipts[i] = Receipt(Outcome.UNKNOWN, event.event_id, group.key, error=str(reply))
+                else:
+                    for group, part in zip(groups, reply, strict=True):
+                        _read_group(group, part, receipts)
+        return [receipt for receipt in receipts if receipt is not None], errors
+
+    def _accept(self, partition: int, groups: list[_Group]) -> Call:
+        arguments: list[Any] = []
+        for group in groups:
+            arguments += group.encoded()
+        return self._script("accept", self.prefixes[partition], self._nonce(6), "", "", len(groups), *arguments)
+
+    def _calls(self, events: Sequence[Event]) -> Iterable[list[tuple[int, list[_Group]]]]:
+        """Rounds of calls, each partition at most once a round, so that a bucket's events keep their order."""
+        partition_of, partitions = keys.partition_of, self.partitions
+        open_: dict[int, dict[str, _Group]] = {}
+        sizes: dict[int, list[int]] = {}
+        full: dict[int, list[list[_Group]]] = {}
+        of_key: dict[str, int] = {}
+        for index, event in enumerate(events):
+            key = event.bucket_key
+            p = of_key.get(key)
+            if p is None:
+                p = of_key[key] = partition_of(key, partitions)
+            groups = open_.setdefault(p, {})
+            size = sizes.setdefault(p, [0, 0])
+            weight = len(event.packed.envelope)
+            if size[0] and (size[0] >= CALL_EVENTS or size[1] + weight > CALL_BYTES):
+                full.setdefault(p, []).append(list(groups.values()))
+                groups = open_[p] = {}
+                size = sizes[p] = [0, 0]
+            group = groups.get(key)
+            if group is None:
+                group = groups[key] = _Group(key)
+            group.add(index, event)
+            size[0] += 1
+            size[1] += weight
+        for p, groups in open_.items():
+            full.setdefault(p, []).append(list(groups.values()))
+        depth = max((len(calls) for calls in full.values()), default=0)
+        for turn in range(depth):
+            calls: list[tuple[int, list[_Group]]] = []
+            held = 0
+            for p, parts in full.items():
+                if turn < len(parts):
+                    calls.append((p, parts[turn]))
+                    held += sum(len(group.events) for group in parts[turn])
+                    if held >= ROUND_EVENTS:
+                        yield calls
+                        calls, held = [], 0
+            if calls:
+                yield calls
+
+    # --- what a person or a producer does to an open window ---
+
+    def flush(
+        self, bucket_key: str, window_version: int | None = None, partial: bool = False
+    ) -> Operation[Flushed]:
+        """Closes the open window (of that version)."""
+        self.checked_key(bucket_key)
+        yield from self.connect()
+        version = "" if window_version is None else window_version
+        replies = yield [
+            self._script(
+                "flush", self.prefix_of(bucket_key), bucket_key, version, self._nonce(16), "1" if partial else "0"
+            )
+        ]
+        outcome, open_version, *closed = answer(replies[0])
+        name = outcome.decode()
+        return Flushed(
+            "flushed" if name == "repeated" else name, bucket_key, int(open_version) or None, _closed(closed)
+        )
+
+    def flush_where(
+        self, tenant: str | None, flow: str | None, partial: bool = False
+    ) -> Operation[list[Flushed]]:
+        """Flushes each bucket of a tenant or flow that is open now; not atomic."""
+        yield from self.connect()
+        found = yield from self.open_buckets()
+        done = []
+        for bucket_key, _ in found:
+            own_tenant, own_flow, _ = bucket_key.split(":", 2)
+            if tenant in (None, own_tenant) and flow in (None, own_flow):
+                state = yield from self.bucket(bucket_key)
+                if state.open is not None:
+                    done.append((yield from self.flush(bucket_key, state.open.window_version, partial)))
+        return done
+
+    def hold(self, bucket_key: str, ms: int) -> Operation[Held]:
+        """Keeps the open window open for `ms` from now."""
+        self.checked_key(bucket_key)
+        yield from self.connect()
+        replies = yield [self._script("hold", self.prefix_of(bucket_key), bucket_key, ms)]
+        version, due, *closed = answer(replies[0])
+        return Held(bucket_key, int(version) or None, int(due) or None, _closed(closed))
+
+    def retract(self, bucket_key: str, event_id: str) -> Operation[Retracted]:
+        """Takes an id's entries out of the open window."""
+        self.checked_key(bucket_key)
+        if not isinstance(event_id, str) or not 1 <= len(event_id.encode(errors="replace")) <= 256:
+            raise InvalidEvent("event_id", "must be 1 to 256 bytes of UTF-8")
+        yield from self.connect()
+        replies = yield [self._script("retract", self.prefix_of(bucket_key), bucket_key, event_id)]
+        outcome, version, *closed = answer(replies[0])
+        return Retracted(outcome.decode(), bucket_key, event_id, int(version) or None, _closed(closed))
+
+    # --- reading ---
+
+    def bucket(self, bucket_key: str) -> Operation[Bucket]:
+        """A bucket as it stands."""
+        self.checked_key(bucket_key)
+        yield from self.connect()
+        replies = yield [self._script("show", self.prefix_of(bucket_key), bucket_key)]
+        now, due, reason, *flat = answer(replies[0])
+        fields = dict(as_pairs(flat))
+        window = None
+        version = 0
+        closed = None
+        if b"prev" in fields:
+            number, window_id, *_ = fields[b"prev"].decode().split(" ")
+            version, closed = int(number), window_id
+        if b"open" in fields:
+            window_id, number, opened, policy, pv, _, _, relation, *_ = fields[b"open"].decode().split(" ")
+            entries, ids, held, weight, last = (int(n) for n in fields[b"tally"].split(b" "))
+            version = int(number)
+            window = OpenWindow(
+                window_id, version, int(opened), last, int(due), reason.decode(), entries, ids, held, weight, int(pv),
+                int(policy), RELATIONS[relation], int(fields.get(b"dups", 0)),
+            )  # fmt: skip
+        return Bucket(bucket_key, int(now), window, version, closed)
+
+    def open_buckets(self) -> Operation[list[tuple[str, int]]]:
+        """(bucket_key, opened_at in ms) of every open bucket, the oldest first."""
+        yield from self.connect()
+        replies = yield [
+            Call(("ZRANGE", keys.open_(prefix), 0, -1, "WITHSCORES")) for prefix in self.prefixes
+        ]
+        found = [(key.decode(), int(at)) for reply in replies for key, at in as_pairs(reply)]
+        return sorted(found, key=lambda pair: (pair[1], pair[0]))
+
+    def manifests(self, bucket_key: str) -> Operation[list[Manifest]]:
+        """The bucket's manifests, by version."""
+        self.checked_key(bucket_key)
+        yield from self.connect()
+        prefix = self.prefix_of(bucket_key)
+        replies = yield [Call(("ZRANGE", keys.manifests(prefix, bucket_key), 0, -1))]
+        found = []
+        for window_id in answer(replies[0]):
+            manifest = yield from self.manifest(window_id.decode())
+            if manifest is not None:
+                found.append(manifest)
+        return found
+
+    def manifest(self, window_id: str) -> Operation[Manifest | None]:
+        """A manifest with its events, or None where there is none of that id."""
+        yield from self.connect()
+        prefix = self.prefix_of_window(window_id)
+        replies = yield [
+            Call(("HGETALL", keys.manifest(prefix, window_id))),
+            Call(("GET", keys.kept(prefix, window_id))),
+        ]
+        fields = dict(as_pairs(replies[0]))
+        if not fields:
+            return None
+        contents = yield from self._contents(
+            keys.events(prefix, window_id), fields[b"bucket"].decode(), answer(replies[1])
+        )
+        return read_manifest(window_id, fields, contents)
+
+    def open_events(self, bucket_key: str) -> Operation[tuple[StoredEvent, ...]]:
+        """The events of the bucket's open window, in order; empty where none is open."""
+        self.checked_key(bucket_key)
+        yield from self.connect()
+        prefix = self.prefix_of(bucket_key)
+        replies = yield [Call(("GET", keys.kept(prefix, bucket_key)))]
+        contents = yield from self._contents(keys.events(prefix, bucket_key), bucket_key, answer(replies[0]))
+        return contents.entries
+
+    def _contents(self, stream: str, bucket_key: str, kept: bytes | None) -> Operation[Contents]:
+        log = []
+        start = "-"
+        while True:
+            replies = yield [Call(("XRANGE", stream, start, "+", "COUNT", PAGE))]
+            page = as_stream(replies[0])
+            log += page
+            if len(page) < PAGE:
+                return replay(bucket_key, log, kept)
+            start = "(" + page[-1][0].decode()
+
+    def reconciliation(self) -> Operation[list[ReconcileItem]]:
+        """What waits for somebody, in the order it was queued."""
+        yield from self.connect()
+        found = []
+        for prefix in self.prefixes:
+            start = "-"
+            while True:
+                replies = yield [Call(("XRANGE", keys.reconcile(prefix), start, "+", "COUNT", PAGE))]
+                page = as_stream(replies[0])
+                for item_id, pairs in page:
+                    fields = dict(pairs)
+                    event, _, _ = Event.from_stored(
+                        fields[b"event_id"], fields[b"bucket_key"].decode(), fields[b"envelope"]
+                    )
+                    found.append(
+                        ReconcileItem(
+                            item_id.decode(),
+                            int(fields[b"at"]),
+                            fields[b"code"].decode(),
+                            event,
+                            fields[b"digest"].decode(),
+                            tuple(fields[b"known"].decode().split()),
+                        )
+                    )
+                if len(page) < PAGE:
+                    break
+                start = "(" + page[-1][0].decode()
+        return sorted(found, key=lambda item: (item.queued_at, item.item_id))
+
+    def counters(self) -> Operation[dict[str, int]]:
+        """The namespace's counters, summed over partitions."""
+        yield from self.connect()
+        replies = yield [Call(("HGETALL", keys.stats(prefix))) for prefix in self.prefixes]
+        total: dict[str, int] = {}
+        for reply in replies:
+            for name, value in as_pairs(reply):
+                text = name.decode()
+                total[text] = total.get(text, 0) + int(value)
+        return dict(sorted(total.items()))
+
+    # --- what workers do ---
+
+    def tick(self, partition: int, limit: int) -> Operation[Tick]:
+        """Handles up to `limit` due timers of a partition."""
+        yield from self.connect()
+        replies = yield [self._script("tick", self.prefixes[partition], limit)]
+        return _read_tick(replies[0])
+
+    def tick_all(self, partitions: Sequence[int], limit: int) -> Operation[list[Tick | AccumulatorError]]:
+        """The same for several partitions in one round; a failure is a value."""
+        yield from self.connect()
+        replies = yield [self._script("tick", self.prefixes[p], limit) for p in partitions]
+        return [reply if isinstance(reply, AccumulatorError) else _read_tick(reply) for reply in replies]
+
+    def next_due(self) -> Operation[list[int | None]]:
+        """The instant (ms) at which each partition's next timer falls due."""
+        yield from self.connect()
+        replies = yield [Call(("ZRANGE", keys.timers(prefix), 0, 0, "WITHSCORES")) for prefix in self.prefixes]
+        return [int(float(found[0][1])) if (found := as_pairs(reply)) else None for reply in replies]
+
+    def take(self, partition: int, sink: str, count: int, watch_ms: int) -> Operation[list[Taken]]:
+        """Takes manifests of a sink whose turn has come; each is put back where it does not begin in time."""
+        yield from self.connect()
+        replies = yield [self._script("take", self.prefixes[partition], sink, count, watch_ms)]
+        flat = answer(replies[0])
+        return [
+            Taken(flat[i].decode(), int(flat[i + 1]), flat[i + 2].decode()) for i in range(0, len(flat), 3)
+        ]
+
+    def waiting(self, sink: str) -> Operation[list[int]]:
+        """How many manifests of a sink are ready, for each partition."""
+        yield from self.connect()
+        replies = yield [Call(("LLEN", keys.ready(prefix, sink))) for prefix in self.prefixes]
+        return [int(answer(reply)) for reply in replies]
+
+    def begin(self, window_id: str, attempt: int, token: str, lease_ms: int) -> Operation[bool]:
+        """Whether this attempt may run: granted once, to one token."""
+        yield from self.connect()
+        prefix = self.prefix_of_window(window_id)
+        replies = yield [self._script("begin", prefix, window_id, attempt, token, lease_ms)]
+        return bool(answer(replies[0])[0] == b"granted")
+
+    def settle(
+        self, window_id: str, token: str, state: str, cause: str, delay_ms: int = 0
+    ) -> Operation[bool]:
+        """Ends an attempt: `confirmed`, `retrying` after `delay_ms`, or `dead`. False where the token has no say any
+        more."""
+        yield from self.connect()
+        prefix = self.prefix_of_window(window_id)
+        replies = yield [self._script("settle", prefix, window_id, token, state, cause, delay_ms)]
+        return bool(answer(replies[0])[0] == b"done")
+
+
+def _read_tick(reply: Reply) -> Tick:
+    handled, next_due, closed, orphans, failure = answer(reply)
+    due = int(float(next_due))
+    return Tick(int(handled), None if due < 0 else due, int(closed), int(orphans), failure.decode() or None)
+
+
+def _read_group(group: _Group, reply: Reply, receipts: list[Receipt | None]) -> None:
+    key = group.key
+    if reply[0] == b"+":
+        window_id, version, position = reply[1].decode(), int(reply[2]), int(reply[3])
+        accepted = Outcome.ACCEPTED
+        for i, event in zip(group.indices, group.events, strict=True):
+            receipts[i] = Receipt(accepted, event.event_id, key, window_id, version, position)
+            position += 1
+        return
+    for i, event, text in zip(group.indices, group.events, reply[1:], strict=True):
+        letter, window_id, version, position, late, reason, code, *closed = text.decode().split(" ")
+        if letter not in _OUTCOMES:
+            raise InternalError(f"accept answers with an unknown outcome {letter!r}")
+        receipts[i] = Receipt(
+            _OUTCOMES[letter],
+            event.event_id,
+            key,
+            None if window_id == "-" else window_id,
+            int(version) or None,
+            int(position) or None,
+            late == "1",
+            None if reason == "-" else reason,
+            None if code == "-" else code,
+            letter == "k",
+            _closed(text.encode() for text in closed),
+        )

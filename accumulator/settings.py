@@ -1,0 +1,289 @@
+"""What a process is told: its environment (:class:`Settings`) and its configuration file (:class:`Config`).
+
+The library takes values; only the workers and the command line make these two.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from accumulator.errors import InvalidSettings
+from accumulator.keys import MAX_PARTITIONS, check_namespace
+from accumulator.policy import Policy, broken, duration_option, first_problem, shown, whole_number
+
+__all__ = ["MAX_CONFIG_BYTES", "Config", "Settings", "load_yaml"]
+
+MAX_CONFIG_BYTES: Final = 1024 * 1024
+MAX_HANDLERS: Final = 100
+MAX_FLOWS: Final = 1000
+MAX_CEILING: Final = 1_000_000_000
+MAX_TIMEOUT_MS: Final = 3_600_000
+# YAML's merge keys may multiply what a file holds without end; a configuration never comes near this.
+MAX_MERGED: Final = 100_000
+
+_DIGITS: Final = re.compile(r"[0-9]{1,9}")
+
+
+# Fields
+
+
+def _partitions(value: object) -> int:
+    digits = isinstance(value, str) and _DIGITS.fullmatch(value)
+    return whole_number(int(value) if isinstance(value, str) and digits else value, 1, MAX_PARTITIONS)
+
+
+def _ceiling(value: object) -> int:
+    return whole_number(value, 1, MAX_CEILING)
+
+
+def _timeout(value: object) -> int:
+    ms = duration_option(value)
+    if ms > MAX_TIMEOUT_MS:
+        raise broken("must be at most 1h")
+    return ms
+
+
+def _url_problem(url: str) -> str | None:
+    """Why redis-py would misread `url`, or None. Says nothing of what stands in it."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        return f"can't be read as a URL; {_URL_HINT}"
+    if parts.scheme not in ("redis", "rediss", "unix"):
+        return "must begin with redis://, rediss:// or unix://"
+    if parts.fragment or "@" in parts.path + parts.query:
+        return f"can't be read as a URL; {_URL_HINT}"
+    if parts.scheme == "unix":
+        return None if parts.path and not host else "must hold three slashes before the socket: unix:///path"
+    if not host or port == 0:
+        return f"must name a host and, if any, a port; {_URL_HINT}"
+    if parts.path not in ("", "/") and not _DIGITS.fullmatch(parts.path[1:]):
+        return f"may hold nothing but a database number after the host; {_URL_HINT}"
+    return None
+
+
+_URL_HINT: Final = "in a password, / ? # @ : and % are percent-encoded (/ is %2F)"
+
+
+def _redis_url(value: SecretStr) -> SecretStr:
+    problem = _url_problem(value.get_secret_value())
+    if problem is not None:
+        raise broken(problem)
+    return value
+
+
+def _modules(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple):
+        raise broken(f"must be a list of module names, not {shown(value)}")
+    if len(value) > MAX_HANDLERS:
+        raise broken(f"must list at most {MAX_HANDLERS} modules")
+    for name in value:
+        if not isinstance(name, str) or len(name) > 200 or not all(p.isidentifier() for p in name.split(".")):
+            raise broken(f"must list module names, as in my_project.handlers, not {shown(name)}")
+        if value.count(name) > 1:
+            raise broken(f"lists {shown(name)} twice")
+    return tuple(value)
+
+
+# The environment
+
+
+class Settings(BaseSettings):
+    """What a process reads from ``ACCUMULATOR_…``; an empty variable is none at all. Raises InvalidSettings.
+
+    The server's URL may hold a password: it is shown nowhere, in ``repr``, ``str``, dumps or errors.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix="ACCUMULATOR_",
+        env_ignore_empty=True,
+        extra="forbid",
+        frozen=True,
+        hide_input_in_errors=True,
+    )
+
+    redis_url: Annotated[SecretStr, AfterValidator(_redis_url)] = Field(
+        SecretStr("redis://127.0.0.1:6379/0"), description="the server, as redis-py writes it"
+    )
+    namespace: Annotated[str, BeforeValidator(check_namespace)] = Field(
+        "acc", description="prefix of every key: 1 to 32 of a-z, 0-9, _ and -"
+    )
+    partitions: Annotated[int, BeforeValidator(_partitions)] = Field(
+        64, description="shares of the key space, 1 to 4096; fixed once the namespace is in use"
+    )
+    config: Path | None = Field(None, description="the YAML file with policies and handlers")
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error", "critical"],
+        BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value),
+    ] = Field("info", description="debug, info, warning, error or critical")
+    log_plain_keys: bool = Field(False, description="bucket keys in logs as they are, instead of hashed")
+    socket_timeout: Annotated[int, BeforeValidator(_timeout)] = Field(
+        "5s", validate_default=True, description="how long a call may wait for the server; read back in ms"
+    )
+    socket_connect_timeout: Annotated[int, BeforeValidator(_timeout)] = Field(
+        "5s", validate_default=True, description="how long connecting may take; read back in ms"
+    )
+
+    def __init__(self, /, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+            return
+        except ValidationError as error:
+            field, rule = first_problem(error, type(self).model_fields)
+        # Outside of the except block: what is raised here keeps no hold of the value that was refused.
+        raise InvalidSettings(field, rule)
+
+    @property
+    def url(self) -> str:
+        """The server's URL with its password, for the connection and for nothing else."""
+        return self.redis_url.get_secret_value()
+
+    @property
+    def shown_url(self) -> str:
+        """The server's URL as people may see it: without user, password and query."""
+        parts = urlsplit(self.url)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+    def with_config(self, config: Config) -> Self:
+        """These settings, with the namespace and partitions of `config` where the environment names none."""
+        wanted = {"namespace": config.namespace, "partitions": config.partitions}
+        return self.model_copy(
+            update={k: v for k, v in wanted.items() if v is not None and k not in self.model_fields_set}
+        )
+
+
+# The configuration file
+
+
+class Config(BaseModel):
+    """What the configuration file says. Raises InvalidSettings, or InvalidPolicy for what a policy says.
+
+    ``policies`` maps each flow, as it stands in a bucket key, or ``default``, to its policy.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    namespace: Annotated[str, BeforeValidator(check_namespace)] | None = Field(
+        None, description="prefix of every key; the environment's comes first"
+    )
+    partitions: Annotated[int, BeforeValidator(_partitions)] | None = Field(
+        None, description="shares of the key space; the environment's comes first"
+    )
+    handlers: Annotated[tuple[str, ...], BeforeValidator(_modules)] = Field(
+        (), description="modules that register handlers when they are imported"
+    )
+    policies: dict[str, Policy] = Field({}, description="flow → policy")
+    max_unsettled: Annotated[int, BeforeValidator(_ceiling)] = Field(
+        1_000_000, description="manifests that may be unsettled before new events are refused"
+    )
+    max_reconcile: Annotated[int, BeforeValidator(_ceiling)] = Field(
+        100_000, description="items that may wait for reconciliation before further ones are refused"
+    )
+
+    def __init__(self, /, **values: Any) -> None:
+        policies = values.get("policies")
+        if policies is None:
+            policies = {}
+        if not isinstance(policies, Mapping):
+            raise InvalidSettings("policies", f"must map flows to policies, and is {shown(policies)}")
+        if len(policies) > MAX_FLOWS:
+            raise InvalidSettings("policies", f"must hold at most {MAX_FLOWS} flows")
+        read = {f: p if isinstance(p, Policy) else Policy.load(f, p) for f, p in policies.items()}
+        try:
+            super().__init__(**(values | {"policies": read}))
+            return
+        except ValidationError as error:
+            field, rule = first_problem(error, type(self).model_fields)
+        raise InvalidSettings(field, rule)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """The configuration in the YAML file `path`, of at most 1 MiB; an empty one leaves every default."""
+        try:
+            with open(path, "rb") as file:
+                text = file.read(MAX_CONFIG_BYTES + 1)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "no such path"
+            raise InvalidSettings(str(path), f"can't be read: {reason}") from None
+        values = load_yaml(text, str(path))
+        if values is None:
+            values = {}
+        if not isinstance(values, dict):
+            raise InvalidSettings(str(path), f"must be a mapping, not {shown(values)}")
+        odd = next((name for name in values if not isinstance(name, str)), None)
+        if odd is not None:
+            raise InvalidSettings(shown(odd), "is unknown")
+        return cls(**values)
+
+
+# YAML
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain data only. A key that stands twice is refused; merge keys are bounded."""
+
+    merged = 0
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        own: dict[tuple[str, object], tuple[yaml.Node, yaml.Node]] = {}
+        sources: list[yaml.Node] = []
+        for key, value in node.value:
+            name = (key.tag, key.value if isinstance(key, yaml.ScalarNode) else id(key))
+            if name in own:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"{shown(key.value)} stands twice", problem_mark=key.start_mark
+                )
+            own[name] = (key, value)
+            if key.tag == "tag:yaml.org,2002:merge":
+                sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        merged: dict[tuple[str, object], tuple[yaml.Node, yaml.Node]] = {}
+        for source in sources:
+            if not isinstance(source, yaml.MappingNode):
+                raise yaml.constructor.ConstructorError(
+                    problem="<< takes mappings only", problem_mark=source.start_mark
+                )
+            self.flatten_mapping(source)
+            self.merged += 1 + len(source.value)
+            if self.merged > MAX_MERGED:
+                raise yaml.constructor.ConstructorError(
+                    problem="too much is merged with <<", problem_mark=source.start_mark
+                )
+            for key, value in source.value:
+                name = (key.tag, key.value if isinstance(key, yaml.ScalarNode) else id(key))
+                merged.setdefault(name, (key, value))
+        pairs = merged | own
+        node.value = [pair for (tag, _), pair in pairs.items() if tag != "tag:yaml.org,2002:merge"]
+
+
+def load_yaml(text: bytes, name: str) -> object:
+    """The one document in `text`, as plain data. Raises InvalidSettings: field `name`, line in the rule."""
+    if len(text) > MAX_CONFIG_BYTES:
+        raise InvalidSettings(name, "must be at most 1 MiB")
+    try:
+        loaded: object = yaml.load(text.decode("utf-8-sig"), _Loader)
+        return loaded
+    except UnicodeDecodeError as error:
+        rule = f"must be UTF-8; byte {error.start} is not"
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        rule = f"{where}{error.problem or error.context or 'is not YAML'}"
+    except yaml.reader.ReaderError as error:
+        rule = f"character {error.position} is not allowed in YAML"
+    except RecursionError:
+        rule = "is nested too deeply"
+    # PyYAML's constructors raise these for values such as 2026-13-45 or !!int x.
+    except (yaml.YAMLError, ValueError, ArithmeticError, LookupError, AttributeError, TypeError):
+        rule = "holds a number, date or tag that YAML can't read"
+    raise InvalidSettings(name, rule)

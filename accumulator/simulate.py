@@ -1,0 +1,373 @@
+"""Short histories under a virtual clock, through the real scripts on a server of our own.
+
+A scenario is a mapping as the file format says (README, "Try a policy without waiting"): policies, steps at instants
+counted from a start, spans without workers, an end. :func:`run_scenario` answers with what came of it, in the same
+counting: outcomes, manifests, reconciliation, open windows, counters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any, Final
+
+from accumulator import keys
+from accumulator.client import Accumulator
+from accumulator.embedded import EmbeddedServer
+from accumulator.envelope import Event
+from accumulator.errors import AccumulatorError, InvalidInput, InvalidScenario, UnknownFlow
+from accumulator.operations import Operations, Outcome, Receipt
+from accumulator.policy import Policy, duration_option, shown
+from accumulator.settings import load_yaml
+from accumulator.store import Store
+
+PARTITIONS: Final = 4
+DEFAULT_START: Final = datetime(2026, 1, 1, tzinfo=UTC)
+_FIELDS: Final = frozenset({"name", "about", "start", "policies", "workers_down", "steps", "end", "expect"})
+_ACTIONS: Final = ("push", "flush", "hold", "retract", "policy")
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_MS: Final = timedelta(milliseconds=1)
+_runs = count(1)
+
+Scenario = Mapping[str, Any]
+Answer = dict[str, Any]
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def load_scenario(path: Path) -> Scenario:
+    """A scenario file, as plain data. Raises InvalidScenario."""
+    try:
+        loaded = load_yaml(path.read_bytes(), path.name)
+    except InvalidInput as problem:
+        raise InvalidScenario(problem.field, problem.rule) from None
+    except OSError as problem:
+        raise InvalidScenario(path.name, f"can't be read: {problem.strerror}") from None
+    return _mapping(loaded, "scenario")
+
+
+def _mapping(value: object, field: str, index: int | None = None) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise InvalidScenario(field, f"must be a mapping, not {shown(value)}", index)
+    return value
+
+
+def _list(value: object, field: str, index: int | None = None) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        raise InvalidScenario(field, f"must be a list, not {shown(value)}", index)
+    return value
+
+
+def _known(given: Iterable[str], allowed: Iterable[str], index: int | None = None) -> None:
+    odd = sorted(set(given) - set(allowed))
+    if odd:
+        raise InvalidScenario(shown(odd[0]), "is unknown here", index)
+
+
+def _span(value: object, field: str, index: int | None = None, signed: bool = False) -> int:
+    """ms of a duration, zero allowed; `signed`: below zero too."""
+    negative = signed and isinstance(value, str) and value.startswith("-")
+    try:
+        ms = duration_option(value[1:] if negative and isinstance(value, str) else value, zero=True)
+    except InvalidInput as problem:
+        raise InvalidScenario(field, problem.rule, index) from None
+    except ValueError as problem:
+        raise InvalidScenario(field, str(problem), index) from None
+    return -ms if negative else ms
+
+
+def _instant(ms: int) -> datetime:
+    return _EPOCH + timedelta(milliseconds=ms)
+
+
+def _start(scenario: Scenario) -> int:
+    value = scenario.get("start", DEFAULT_START)
+    if isinstance(value, str):
+        try:
+            value = datetime.fromisoformat(value)
+        except ValueError:
+            value = None
+    if not isinstance(value, datetime) or value.utcoffset() is None:
+        raise InvalidScenario("start", "must be an instant with offset, as in 2026-10-16T14:00:00Z")
+    return (value - _EPOCH) // _MS
+
+
+def _policies(given: object, index: int | None = None) -> dict[str, Policy]:
+    field = "policies" if index is None else "policy"
+    try:
+        return {flow: Policy.load(flow, options) for flow, options in _mapping(given, field, index).items()}
+    except InvalidScenario:
+        raise
+    except InvalidInput as problem:
+        raise InvalidScenario(field, str(problem), index) from None
+
+
+def _event(given: object, step: int, start: int, at: int) -> Event:
+    fields = dict(_mapping(given, "push", step))
+    if "occurred" in fields:
+        if "occurred_at" in fields:
+            raise InvalidScenario("occurred", "and occurred_at exclude each other", step)
+        fields["occurred_at"] = _instant(start + _span(fields.pop("occurred"), "occurred", step, signed=True))
+    fields.setdefault("occurred_at", _instant(start + at))
+    if "deadline" in fields:
+        fields["deadline_at"] = _instant(start + _span(fields.pop("deadline"), "deadline", step, signed=True))
+    if "payload_bytes" in fields:
+        size = fields.pop("payload_bytes")
+        if type(size) is not int or not 0 <= size <= 8 << 20:
+            raise InvalidScenario("payload_bytes", "must be a whole number up to 8 MiB", step)
+        fields["payload"] = bytes(size)
+    try:
+        return Event.of({"kind": "event", "source": "sim", **fields})
+    except InvalidInput as problem:
+        raise InvalidScenario(problem.field, problem.rule, step) from None
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+class _Run:
+    """One scenario in a namespace of its own."""
+
+    def __init__(self, store: Store, scenario: Scenario) -> None:
+        _known(scenario, _FIELDS)
+        self.start = _start(scenario)
+        self.now = self.start
+        self.scenario = scenario
+        self.accumulator = Accumulator(
+            store.client, namespace=f"sim-{next(_runs)}", partitions=PARTITIONS, clock=lambda: self.now
+        )
+        self.operations: Operations = self.accumulator.operations
+        self.store = store
+        self.receipts: list[tuple[Event, Receipt]] = []
+        self.down = [
+            (self.start + _span(a, "workers_down"), self.start + _span(b, "workers_down"))
+            for a, b in (self._pair(span) for span in _list(scenario.get("workers_down", []), "workers_down"))
+        ]
+
+    @staticmethod
+    def _pair(span: object) -> tuple[object, object]:
+        ends = _list(span, "workers_down")
+        if len(ends) != 2:
+            raise InvalidScenario("workers_down", "each span is [from, to]")
+        return ends[0], ends[1]
+
+    def run(self) -> Answer:
+        for flow, policy in _policies(self.scenario.get("policies", {})).items():
+            self.accumulator.load_policy(flow, policy)
+        at = 0
+        for index, given in enumerate(_list(self.scenario.get("steps", []), "steps")):
+            step = _mapping(given, "step", index)
+            _known(step, ("at", *_ACTIONS), index)
+            if "at" not in step:
+                raise InvalidScenario("at", "is missing", index)
+            when = _span(step["at"], "at", index)
+            if when < at:
+                raise InvalidScenario("at", "must not decrease", index)
+            at = when
+            actions = [name for name in _ACTIONS if name in step]
+            if len(actions) != 1:
+                raise InvalidScenario("step", f"must have one of {', '.join(_ACTIONS)}", index)
+            self._work_until(self.start + at, inclusive=False)
+            self.now = self.start + at
+            self._step(index, actions[0], step[actions[0]], at)
+        end = max(at, _span(self.scenario["end"], "end")) if "end" in self.scenario else at
+        self._work_until(self.start + end, inclusive=True)
+        self.now = self.start + end
+        return self._answer()
+
+    def _step(self, index: int, action: str, given: object, at: int) -> None:
+        try:
+            if action == "push":
+                many = given if isinstance(given, list | tuple) else [given]
+                events = [_event(one, index, self.start, at) for one in many]
+                self.receipts += zip(events, self.accumulator.push_many(events), strict=True)
+            elif action == "policy":
+                for flow, policy in _policies(given, index).items():
+                    self.accumulator.load_policy(flow, policy)
+            else:
+                fields = _mapping(given, action, index)
+                optional = {"flush": ("window_version", "partial"), "hold": ("for",), "retract": ("event_id",)}[action]
+                _known(fields, ("bucket_key", *optional), index)
+                for name in ("bucket_key", *(optional if action != "flush" else ())):
+                    if name not in fields:
+                        raise InvalidScenario(name, "is missing", index)
+                key = fields["bucket_key"]
+                if action == "flush":
+                    version, partial = fields.get("window_version"), fields.get("partial", False)
+                    if not (version is None or type(version) is int) or not isinstance(partial, bool):
+                        raise InvalidScenario("flush", "takes window_version: a number, and partial: true or false", index)
+                    self.accumulator.flush(key, version, partial=partial)
+                elif action == "hold":
+                    self.accumulator.hold(key, _span(fields["for"], "for", index))
+                else:
+                    self.accumulator.retract(key, fields["event_id"])
+        except UnknownFlow as problem:
+            raise InvalidScenario(action, str(problem), index) from None
+        except InvalidScenario:
+            raise
+        except InvalidInput as problem:
+            raise InvalidScenario(problem.field, problem.rule, index) from None
+
+    def _work_until(self, until: int, inclusive: bool) -> None:
+        """The worker acts at every instant at which something falls due, but while it is down."""
+        due = min((d for d in self.store.perform(self.operations.next_due()) if d is not None), default=None)
+        while due is not None:
+            at = max(due, self.now)
+            for down, up in sorted(self.down):
+                if down <= at < up:
+                    at = up
+            if at > until or (at == until and not inclusive):
+                return
+            self.now = at
+            ticks = self.store.perform(self.operations.tick_all(range(PARTITIONS), 1000))
+            for tick in ticks:
+                if isinstance(tick, AccumulatorError):
+                    raise tick
+                if tick.failure:
+                    raise AccumulatorError(f"tick failed: {tick.failure}")
+            due = min(
+                (t.next_due for t in ticks if not isinstance(t, AccumulatorError) and t.next_due is not None),
+                default=None,
+            )
+
+    def _answer(self) -> Answer:
+        start = self.start
+        buckets = sorted({event.bucket_key for event, _ in self.receipts})
+        manifests = [m for key in buckets for m in self.accumulator.manifests(key)]
+        manifests.sort(key=lambda m: (m.sealed_at, m.closed_at, m.bucket_key.encode(), m.window_version))
+        queued = {(e.bucket_key, e.event_id, e.content_digest): i for i, (e, _) in enumerate(self.receipts)}
+        waiting = self.accumulator.reconciliation()
+        waiting.sort(key=lambda item: queued[item.event.bucket_key, item.event.event_id, item.digest])
+        open_ = []
+        for key in buckets:
+            window = self.accumulator.bucket(key).open
+            if window is not None:
+                ids = dict.fromkeys(e.event.event_id for e in self.accumulator.open_events(key))
+                open_.append(
+                    {
+                        "bucket_key": key,
+                        "window_version": window.window_version,
+                        "event_ids": list(ids),
+                        "due_at": window.due_at - start,
+                    }
+                )
+        counted = self.accumulator.counters()
+
+        def total(*names: str) -> int:
+            return sum(counted.get(name, 0) for name in names)
+
+        return {
+            "outcomes": [_outcome(receipt) for _, receipt in self.receipts],
+            "manifests": [
+                {
+                    "bucket_key": m.bucket_key,
+                    "window_version": m.window_version,
+                    "close_reason": m.close_reason,
+                    "opened_at": m.opened_at - start,
+                    "first_event_at": m.first_event_at - start,
+                    "last_event_at": m.last_event_at - start,
+                    "closed_at": m.closed_at - start,
+                    "sealed_at": m.sealed_at - start,
+                    "event_ids": list(m.event_ids),
+                    "event_count": m.event_count,
+                    "bytes": m.bytes,
+                    "weight": m.weight,
+                    "policy_version": m.policy_version,
+                    "policy_versions": list(m.policy_versions),
+                    "late_event_ids": list(m.late_event_ids),
+                    "revised_event_ids": list(m.revised_event_ids),
+                    "retracted_event_ids": list(m.retracted_event_ids),
+                    "relation": m.relation,
+                }
+                for m in manifests
+            ],
+            "reconciliation": [
+                {"event_id": i.event.event_id, "bucket_key": i.event.bucket_key, "code": i.code} for i in waiting
+            ],
+            "open": open_,
+            "counters": {
+                "received": total("accepted", "revised", "duplicates", "conflicts", "rejected", "reconciled"),
+                "accepted": total("accepted", "revised"),
+                "duplicates": total("duplicates"),
+                "closed": total("closed"),
+            },
+        }
+
+    def drop(self) -> None:
+        """Leaves nothing of this scenario on the server."""
+        names = [keys.meta(self.operations.namespace)]
+        names += self.store.client.scan_iter(match=f"{self.operations.namespace}:{{*", count=1000)
+        self.store.client.unlink(*names)
+
+
+def _outcome(receipt: Receipt) -> dict[str, Any]:
+    outcome: dict[str, Any] = {"outcome": str(receipt.outcome)}
+    if receipt.outcome in (Outcome.ACCEPTED, Outcome.REVISED):
+        outcome |= {"window_version": receipt.window_version, "late": receipt.late}
+    if receipt.closed:
+        outcome["closed"] = receipt.closed
+    if receipt.outcome in (Outcome.REJECTED, Outcome.RECONCILED):
+        outcome["code"] = receipt.code
+    if receipt.conflict:
+        outcome["conflict"] = True
+    return outcome
+
+
+@contextmanager
+def simulator_store() -> Iterator[Store]:
+    """A connection to a server of our own that keeps nothing."""
+    with EmbeddedServer() as server:
+        store = Store.from_url(server.url)
+        try:
+            yield store
+        finally:
+            store.close()
+
+
+def run_scenario(store: Store, scenario: Scenario) -> Answer:
+    """What comes of a scenario. Raises InvalidScenario with the step (counted from 0) and the field."""
+    run = _Run(store, scenario)
+    try:
+        return run.run()
+    finally:
+        run.drop()
+
+
+def run_scenarios(scenarios: Iterable[Scenario]) -> list[Answer]:
+    """The answers of many scenarios, on one server."""
+    with simulator_store() as store:
+        return [run_scenario(store, scenario) for scenario in scenarios]
+
+
+def differences(answer: object, expected: object, where: str = "") -> list[str]:
+    """What of `expected` does not hold, a line each: lists entry by entry, of mappings the named fields."""
+    if isinstance(expected, Mapping):
+        if not isinstance(answer, Mapping):
+            return [f"{where}: expected a mapping, got {json.dumps(answer, ensure_ascii=False)}"]
+        found = []
+        for name, value in expected.items():
+            below = f"{where}.{name}" if where else str(name)
+            if name not in answer:
+                if value is None:
+                    continue  # a field that is not there has no value
+                found.append(f"{below}: expected {json.dumps(value, ensure_ascii=False)}, is not there")
+            else:
+                found += differences(answer[name], value, below)
+        return found
+    if isinstance(expected, list) and isinstance(answer, list) and any(isinstance(e, Mapping) for e in expected):
+        found = []
+        if len(answer) != len(expected):
+            found.append(f"{where}: expected {len(expected)} entries, got {len(answer)}")
+        for i, (got, want) in enumerate(zip(answer, expected, strict=False)):
+            found += differences(got, want, f"{where}[{i}]")
+        return found
+    if answer != expected or (isinstance(answer, bool) != isinstance(expected, bool)):
+        return [
+            f"{where}: expected {json.dumps(expected, ensure_ascii=False)}, got {json.dumps(answer, ensure_ascii=False)}"
+        ]
+    return []

@@ -1,0 +1,270 @@
+"""The only module that speaks Redis: runs calls, one by one or in a pipeline, on a redis-py client.
+
+An operation (see :mod:`accumulator.operations`) yields rounds of calls and is sent their replies. :class:`Store` and
+:class:`AsyncStore` drive the same operations; each knows how to run one round and nothing else. Replies come as bytes,
+integers and lists, whatever the client decodes and whichever protocol it speaks. A reply that is an error comes as a
+value of the round (a :class:`ServerError`), so that the other calls of the round keep theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import redis
+import redis.asyncio
+from redis import exceptions as faults
+
+from accumulator.errors import (
+    AccumulatorError,
+    AuthenticationFailed,
+    InternalError,
+    InvalidSettings,
+    MissingRight,
+    ServerError,
+    ServerRefused,
+    ServerUnavailable,
+    UnknownFlow,
+)
+from accumulator.scripts import Script, script
+
+if TYPE_CHECKING:
+    SyncClient = redis.Redis | redis.RedisCluster
+    AsyncClient = redis.asyncio.Redis | redis.asyncio.RedisCluster
+
+T = TypeVar("T")
+Reply = Any
+"""bytes, int, None, a list of them, or an AccumulatorError."""
+
+_REFUSALS = frozenset(
+    "BUSY CLUSTERDOWN LOADING MASTERDOWN MISCONF NOREPLICAS OOM READONLY TRYAGAIN UNBLOCKED UNKILLABLE ASK MOVED".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One command, or one script with its first key and arguments."""
+
+    args: tuple[Any, ...]
+    script: Script | None = None
+
+    @classmethod
+    def run(cls, name: str, key: str, *args: Any) -> Call:
+        """The script `name` on the partition of `key`."""
+        return cls((key, *args), script(name))
+
+
+Round = Sequence[Call]
+Operation = Generator[Round, list[Reply], T]
+
+
+def translate(error: BaseException) -> AccumulatorError:
+    """Our exception for one of redis-py's. Error texts of the server name commands and keys' patterns, not payloads;
+    what it might quote of an argument is left out."""
+    text = str(error)
+    code = text.partition(" ")[0]
+    if isinstance(error, faults.AuthenticationError):
+        return AuthenticationFailed("the server wants other credentials: check user and password of its URL")
+    if isinstance(error, faults.NoPermissionError) or code == "NOPERM":
+        return MissingRight(text.removeprefix("NOPERM ")[:200])
+    if isinstance(error, faults.BusyLoadingError):
+        return ServerRefused("LOADING", "the server is loading its data")
+    if isinstance(error, faults.ReadOnlyError):
+        return ServerRefused("READONLY", "the server is a read-only replica")
+    if isinstance(error, faults.OutOfMemoryError):
+        return ServerRefused("OOM", "the server is over its maxmemory")
+    if isinstance(error, faults.TimeoutError | TimeoutError):
+        return ServerUnavailable("no answer from the server in time")
+    if isinstance(error, faults.ConnectionError | OSError):
+        return ServerUnavailable(f"the server can't be reached: {text[:200]}")
+    if isinstance(error, faults.ResponseError):
+        if code == "NOPOLICY":
+            return UnknownFlow(text.partition(" ")[2].split(" ")[0])
+        for refusal in _REFUSALS:
+            if code == refusal or f"-{refusal} " in text:
+                return ServerRefused(refusal, "the server refuses for now")
+        return InternalError(f"the server answers with an error: {text[:200]}")
+    return InternalError(f"{type(error).__name__} from the client")
+
+
+_NOT_RUN = (faults.NoScriptError, faults.TryAgainError, faults.AskError)
+
+
+def _is_fake(client: object) -> bool:
+    return any(base.__module__.startswith("fakeredis") for base in type(client).__mro__)
+
+
+class _Wire:
+    """How a call becomes a command of this client."""
+
+    def __init__(self, client: object) -> None:
+        self.plain = _is_fake(client)
+        self.cluster = isinstance(client, redis.RedisCluster | redis.asyncio.RedisCluster)
+
+    def command(self, call: Call, whole: bool = False) -> tuple[Any, ...]:
+        if call.script is None:
+            return call.args
+        if whole:
+            return ("EVAL", call.script.plain if self.plain else call.script.source, 1, *call.args)
+        return ("EVALSHA", call.script.plain_sha if self.plain else call.script.sha, 1, *call.args)
+
+
+Commands = Sequence[tuple[Any, ...]]
+
+
+def drive(operation: Operation[T], wire: _Wire) -> Generator[Commands, list[Reply], T]:
+    """An operation as rounds of commands. A call that was not run, since the server did not know the script or moves
+    the slot, is sent again; the calls of one round touch different buckets, so order holds."""
+    try:
+        calls = next(operation)
+        while True:
+            replies = yield [wire.command(call) for call in calls]
+            for whole in (True, False, False):
+                again = [i for i, reply in enumerate(replies) if isinstance(reply, _NOT_RUN)]
+                if not again:
+                    break
+                sent = yield [wire.command(calls[i], whole) for i in again]
+                for i, reply in zip(again, sent, strict=True):
+                    replies[i] = reply
+            calls = operation.send([translate(r) if isinstance(r, BaseException) else r for r in replies])
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
+def check_client(client: object, wanted: tuple[type, ...]) -> None:
+    """Refuses what is no client of that kind, by name."""
+    if not isinstance(client, wanted):
+        names = " or ".join(f"{kind.__module__.partition('.client')[0]}.{kind.__name__}" for kind in wanted)
+        raise InvalidSettings("client", f"must be a {names}, not {type(client).__module__}.{type(client).__name__}")
+
+
+class Store:
+    """Runs operations on a synchronous client."""
+
+    def __init__(self, client: SyncClient) -> None:
+        check_client(client, (redis.Redis, redis.RedisCluster))
+        self.client = client
+        self._wire = _Wire(client)
+
+    @classmethod
+    def from_url(cls, url: str, **options: Any) -> Store:
+        """A client of our own: its pool makes callers wait for a connection rather than fail."""
+        try:
+            pool = redis.BlockingConnectionPool.from_url(url, **{"timeout": 20, "max_connections": 100, **options})
+        except ValueError:
+            raise InvalidSettings("redis_url", "must begin with redis://, rediss:// or unix://") from None
+        return cls(redis.Redis.from_pool(pool))
+
+    def close(self) -> None:
+        self.client.close()
+
+    def perform(self, operation: Operation[T]) -> T:
+        """Runs an operation to its end."""
+        driver = drive(operation, self._wire)
+        try:
+            commands = next(driver)
+            while True:
+                commands = driver.send(self._send(commands))
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    def _send(self, commands: Commands) -> list[Reply]:
+        if len(commands) == 1 or self._wire.cluster:
+            return [self._send_one(command) for command in commands]
+        try:
+            with self.client.pipeline(transaction=False) as pipe:
+                for command in commands:
+                    pipe.execute_command(*command, NEVER_DECODE=True)  # type: ignore[no-untyped-call]
+                return list(pipe.execute(raise_on_error=False))
+        except (faults.RedisError, OSError) as error:
+            return [error] * len(commands)
+
+    def _send_one(self, command: tuple[Any, ...]) -> Reply:
+        try:
+            return self.client.execute_command(*command, NEVER_DECODE=True)
+        except (faults.RedisError, OSError) as error:
+            return error
+
+
+class AsyncStore:
+    """Runs operations on a client of ``redis.asyncio``."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        check_client(client, (redis.asyncio.Redis, redis.asyncio.RedisCluster))
+        self.client = client
+        self._wire = _Wire(client)
+
+    @classmethod
+    def from_url(cls, url: str, **options: Any) -> AsyncStore:
+        """A client of our own: its pool makes callers wait for a connection rather than fail."""
+        try:
+            pool = redis.asyncio.BlockingConnectionPool.from_url(
+                url, **{"timeout": 20, "max_connections": 100, **options}
+            )
+        except ValueError:
+            raise InvalidSettings("redis_url", "must begin with redis://, rediss:// or unix://") from None
+        return cls(redis.asyncio.Redis.from_pool(pool))
+
+    async def close(self) -> None:
+        await self.client.aclose()
+
+    async def perform(self, operation: Operation[T]) -> T:
+        """Runs an operation to its end."""
+        driver = drive(operation, self._wire)
+        try:
+            commands = next(driver)
+            while True:
+                commands = driver.send(await self._send(commands))
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    async def _send(self, commands: Commands) -> list[Reply]:
+        if len(commands) == 1 or self._wire.cluster:
+            return [await self._send_one(command) for command in commands]
+        try:
+            async with self.client.pipeline(transaction=False) as pipe:
+                for command in commands:
+                    pipe.execute_command(*command, NEVER_DECODE=True)
+                return list(await pipe.execute(raise_on_error=False))
+        except (faults.RedisError, OSError) as error:
+            return [error] * len(commands)
+
+    async def _send_one(self, command: tuple[Any, ...]) -> Reply:
+        try:
+            return await self.client.execute_command(*command, NEVER_DECODE=True)
+        except (faults.RedisError, OSError) as error:
+            return error
+
+
+# --- replies, whichever protocol and callback gave them --------------------------------------------------------------
+
+
+def answer(reply: Reply) -> Reply:
+    """The reply, or the error that it is, raised."""
+    if isinstance(reply, AccumulatorError):
+        raise reply
+    return reply
+
+
+def as_pairs(reply: Reply) -> list[tuple[Any, Any]]:
+    """Pairs of a map or of a list of members with scores: flat, nested, or a dict."""
+    reply = answer(reply)
+    if reply is None:
+        return []
+    if isinstance(reply, Mapping):
+        return list(reply.items())
+    if reply and isinstance(reply[0], list | tuple):
+        return [(pair[0], pair[1]) for pair in reply]
+    return list(zip(reply[::2], reply[1::2], strict=True))
+
+
+def as_stream(reply: Reply) -> list[tuple[bytes, list[tuple[bytes, bytes]]]]:
+    """Entries of a stream with their fields in order."""
+    return [(entry[0], as_pairs(entry[1])) for entry in answer(reply) or []]
+
+
+__all__ = ["AsyncStore", "Call", "Operation", "Reply", "Round", "ServerError", "Store", "answer", "as_pairs", "as_stream"]
