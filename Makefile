@@ -12,7 +12,7 @@ STAMP := $(VENV)/.stamp
 PIP   := -m pip --disable-pip-version-check -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help venv run demo test lint histories bench wheel lock clean
+.PHONY: help venv run demo test lint oldest histories bench wheel lock clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -45,6 +45,15 @@ lint: $(STAMP) ## lint, format, types and import contracts, without the tests
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 
+# Every lower bound of the package and of its extras `embedded` and `testing`, as the version itself.
+oldest: ## all tests on the oldest dependencies that pyproject.toml allows
+	@$(PYTHON) -m venv --clear .venv-oldest
+	@$(PYTHON) -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; o = p['optional-dependencies']; \
+	  print(*(d.replace('>=', '==').replace('[lua]', '') for d in p['dependencies'] + o['embedded'] + o['testing']), sep='\n')" \
+	  > .venv-oldest/bounds
+	@.venv-oldest/bin/python $(PIP) install --constraint .venv-oldest/bounds --editable '.[embedded,testing,dev]'
+	@.venv-oldest/bin/python -m pytest --numprocesses $(JOBS) $(PYTEST)
+
 histories: $(STAMP) ## random histories against the model: make histories SEEDS=10000
 	@$(BIN)/python -m tests.histories --seeds $(SEEDS)
 
@@ -68,5 +77,5 @@ lock: ## requirements.lock anew, from pyproject.toml (make lock UPGRADE=--upgrad
 	@rm -rf .venv-lock
 
 clean: ## removes what make made, but not the data in var/
-	@rm -rf $(VENV) .venv-lock dist build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) .venv-lock .venv-oldest dist build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

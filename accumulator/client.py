@@ -99,8 +99,8 @@ class Accumulator:
         self.close()
 
     def push(self, event: EventLike | None = None, /, **fields: Any) -> Receipt:
-        """Delivers one event, given as an Event, a mapping, or by its fields. Raises InvalidEvent (nothing was sent) and
-        UnknownFlow."""
+        """Delivers one event, given as an Event, a mapping, or by its fields. Raises InvalidEvent (nothing was sent)
+        and UnknownFlow."""
         return self.store.perform(self.operations.push(_one(event, fields)))
 
     def push_many(self, events: Iterable[EventLike]) -> list[Receipt]:
@@ -116,7 +116,8 @@ class Accumulator:
     def flush_where(
         self, *, tenant: str | None = None, flow: str | None = None, partial: bool = False
     ) -> list[Flushed]:
-        """Flushes each bucket of a tenant or flow (as they stand in the key) that is open when it begins; not atomic."""
+        """Flushes each bucket of a tenant or flow (as they stand in the key) that is open when it begins; not
+        atomic."""
         _which(tenant, flow)
         return self.store.perform(self.operations.flush_where(tenant, flow, partial))
 
@@ -156,9 +157,7 @@ class Accumulator:
         """The namespace's counters."""
         return self.store.perform(self.operations.counters())
 
-    def load_policy(
-        self, flow: str, policy: Policy | Mapping[str, Any], *, only_new: bool = False
-    ) -> LoadedPolicy:
+    def load_policy(self, flow: str, policy: Policy | Mapping[str, Any], *, only_new: bool = False) -> LoadedPolicy:
         """Makes a policy the flow's latest: it rules the windows opened from now on. Equal content is no new version;
         `only_new` keeps one that is there. Raises InvalidPolicy."""
         return self.store.perform(self.operations.load_policy(flow, _policy(flow, policy), only_new))
@@ -205,9 +204,7 @@ class AsyncAccumulator:
         """See :meth:`Accumulator.push_many`."""
         return await self.store.perform(self.operations.push_many(_many(events)))
 
-    async def flush(
-        self, bucket_key: str, window_version: int | None = None, *, partial: bool = False
-    ) -> Flushed:
+    async def flush(self, bucket_key: str, window_version: int | None = None, *, partial: bool = False) -> Flushed:
         """See :meth:`Accumulator.flush`."""
         return await self.store.perform(self.operations.flush(bucket_key, window_version, partial))
 

@@ -242,9 +242,7 @@ class EmbeddedServer:
         """Chooses the program, and refuses what it would quietly ignore or could not read."""
         written = (self.data_dir / "appendonlydir").exists()
         if written and not self._appendonly:
-            raise ServerUnavailable(
-                f"{self.data_dir} holds an append-only file; start the server with appendonly=True"
-            )
+            raise ServerUnavailable(f"{self.data_dir} holds an append-only file; start the server with appendonly=True")
         if self._appendonly and not written and (self.data_dir / "dump.rdb").exists():
             raise ServerUnavailable(
                 f"{self.data_dir} holds a snapshot (dump.rdb) and no append-only file; a server with one "
@@ -391,9 +389,7 @@ def _wheel_path() -> Path | None:
 def _probe(path: Path) -> ServerBinary | str:
     """The program at `path`, or why it is none for us."""
     try:
-        said = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=10, check=True
-        ).stdout
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return f"{path} does not run"
     match = re.match(r"(Redis|Valkey) server v=(\d+(?:\.\d+)+)", said)

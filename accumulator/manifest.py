@@ -161,9 +161,7 @@ def read_manifest(window_id: str, fields: dict[bytes, bytes], contents: Contents
     try:
         versions = {int(v) for v in fields.get(b"pvs", fields[b"pv"]).split()}
         limits = {
-            name.removesuffix(b"_at").decode(): int(value)
-            for name, value in fields.items()
-            if name.endswith(b"_at")
+            name.removesuffix(b"_at").decode(): int(value) for name, value in fields.items() if name.endswith(b"_at")
         }
         steps = [fields[b"step%d" % n].decode().split(" ", 3) for n in range(1, int(fields.get(b"steps", 0)) + 1)]
         anomaly = None

@@ -13,11 +13,10 @@ from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
 from accumulator import keys
-from accumulator.envelope import Event, split_bucket_key
+from accumulator.envelope import Event, check_event_id, split_bucket_key
 from accumulator.errors import (
     AccumulatorError,
     InternalError,
-    InvalidEvent,
     InvalidInput,
     NamespaceMismatch,
     UnknownFlow,
@@ -171,8 +170,8 @@ class ReconcileItem(NamedTuple):
 
 
 class LoadedPolicy(NamedTuple):
-    """What became of a policy: its `version` in the namespace, and whether it is ``new``, the ``same`` as before, or the
-    one that was there is ``kept`` (and `differs`)."""
+    """What became of a policy: its `version` in the namespace, and whether it is ``new``, the ``same`` as before, or
+    the one that was there is ``kept`` (and `differs`)."""
 
     flow: str
     version: int
@@ -312,8 +311,8 @@ class Operations:
             )
         if found[b"mode"].decode() != mode:
             raise NamespaceMismatch(
-                f"namespace {self.namespace} is {found[b'mode'].decode()}, this client {mode}: a namespace with a virtual "
-                "clock is for tests and simulation only; use another namespace"
+                f"namespace {self.namespace} is {found[b'mode'].decode()}, this client {mode}: a namespace with a "
+                "virtual clock is for tests and simulation only; use another namespace"
             )
         self.partitions = there
         self.prefixes = [keys.prefix(self.namespace, p) for p in range(there)]
@@ -350,7 +349,11 @@ class Operations:
         yield from self.connect()
         replies = yield [
             Call.run(
-                "number_policy", keys.meta(self.namespace), flow, policy.canonical_json(), "1" if only_new else "0"
+                "number_policy",
+                keys.meta(self.namespace),
+                flow,
+                policy.canonical_json(),
+                "1" if only_new else "0",
             )
         ]
         number, outcome, text = answer(replies[0])
@@ -498,16 +501,19 @@ class Operations:
 
     # --- what a person or a producer does to an open window ---
 
-    def flush(
-        self, bucket_key: str, window_version: int | None = None, partial: bool = False
-    ) -> Operation[Flushed]:
+    def flush(self, bucket_key: str, window_version: int | None = None, partial: bool = False) -> Operation[Flushed]:
         """Closes the open window (of that version)."""
         self.checked_key(bucket_key)
         yield from self.connect()
         version = "" if window_version is None else window_version
         replies = yield [
             self._script(
-                "flush", self.prefix_of(bucket_key), bucket_key, version, self._nonce(16), "1" if partial else "0"
+                "flush",
+                self.prefix_of(bucket_key),
+                bucket_key,
+                version,
+                self._nonce(16),
+                "1" if partial else "0",
             )
         ]
         outcome, open_version, *closed = answer(replies[0])
@@ -516,9 +522,7 @@ class Operations:
             "flushed" if name == "repeated" else name, bucket_key, int(open_version) or None, _closed(closed)
         )
 
-    def flush_where(
-        self, tenant: str | None, flow: str | None, partial: bool = False
-    ) -> Operation[list[Flushed]]:
+    def flush_where(self, tenant: str | None, flow: str | None, partial: bool = False) -> Operation[list[Flushed]]:
         """Flushes each bucket of a tenant or flow that is open now; not atomic."""
         yield from self.connect()
         found = yield from self.open_buckets()
@@ -542,8 +546,7 @@ class Operations:
     def retract(self, bucket_key: str, event_id: str) -> Operation[Retracted]:
         """Takes an id's entries out of the open window."""
         self.checked_key(bucket_key)
-        if not isinstance(event_id, str) or not 1 <= len(event_id.encode(errors="replace")) <= 256:
-            raise InvalidEvent("event_id", "must be 1 to 256 bytes of UTF-8")
+        check_event_id(event_id)
         yield from self.connect()
         replies = yield [self._script("retract", self.prefix_of(bucket_key), bucket_key, event_id)]
         outcome, version, *closed = answer(replies[0])
@@ -577,9 +580,7 @@ class Operations:
     def open_buckets(self) -> Operation[list[tuple[str, int]]]:
         """(bucket_key, opened_at in ms) of every open bucket, the oldest first."""
         yield from self.connect()
-        replies = yield [
-            Call(("ZRANGE", keys.open_(prefix), 0, -1, "WITHSCORES")) for prefix in self.prefixes
-        ]
+        replies = yield [Call(("ZRANGE", keys.open_(prefix), 0, -1, "WITHSCORES")) for prefix in self.prefixes]
         found = [(key.decode(), int(at)) for reply in replies for key, at in as_pairs(reply)]
         return sorted(found, key=lambda pair: (pair[1], pair[0]))
 
@@ -697,9 +698,7 @@ class Operations:
         yield from self.connect()
         replies = yield [self._script("take", self.prefixes[partition], sink, count, watch_ms)]
         flat = answer(replies[0])
-        return [
-            Taken(flat[i].decode(), int(flat[i + 1]), flat[i + 2].decode()) for i in range(0, len(flat), 3)
-        ]
+        return [Taken(flat[i].decode(), int(flat[i + 1]), flat[i + 2].decode()) for i in range(0, len(flat), 3)]
 
     def waiting(self, sink: str) -> Operation[list[int]]:
         """How many manifests of a sink are ready, for each partition."""
@@ -714,9 +713,7 @@ class Operations:
         replies = yield [self._script("begin", prefix, window_id, attempt, token, lease_ms)]
         return bool(answer(replies[0])[0] == b"granted")
 
-    def settle(
-        self, window_id: str, token: str, state: str, cause: str, delay_ms: int = 0
-    ) -> Operation[bool]:
+    def settle(self, window_id: str, token: str, state: str, cause: str, delay_ms: int = 0) -> Operation[bool]:
         """Ends an attempt: `confirmed`, `retrying` after `delay_ms`, or `dead`. False where the token has no say any
         more."""
         yield from self.connect()

@@ -98,6 +98,8 @@ def first_problem(error: ValidationError, fields: Iterable[str]) -> tuple[str, s
             return field, f"must be {context['expected']}"
         case "bool_type" | "bool_parsing":
             return field, "must be true or false"
+        case "string_type":
+            return field, "must be text"
         case _:
             return field, problem["msg"]
 
@@ -221,10 +223,11 @@ def _cutoff_list(value: object) -> tuple[str, ...]:
 
     if isinstance(value, list | tuple):
         # YAML reads 12:30 as 12 × 60 + 30.
-        number = next((item for item in value if type(item) is int and 600 <= item < 1440), None)
+        number = next((item for item in value if type(item) is int and 60 <= item < 1440), None)
         if number is not None:
-            clock = f"{number // 60}:{number % 60:02}"
-            raise broken(f'must list texts: YAML reads {clock} without quotes as {number}; write "{clock}"')
+            hour, minute = divmod(number, 60)
+            read = f"YAML reads {hour}:{minute:02} without quotes as {number}"
+            raise broken(f'must list texts: {read}; write "{hour:02}:{minute:02}"')
     return () if value is None else _text_list(value, MAX_CUTOFFS, "local times of day", problem)
 
 
@@ -275,18 +278,14 @@ class Policy(BaseModel):
     starter_kinds: KindList = _option(
         None, "an event of such a kind closes the open window and is the first of the next"
     )
-    terminal_grace: DurationOrZero = _option(
-        0, "how long the window still takes stragglers after a terminal event"
-    )
+    terminal_grace: DurationOrZero = _option(0, "how long the window still takes stragglers after a terminal event")
     cutoffs: Annotated[tuple[str, ...], BeforeValidator(_cutoff_list)] = _option(
         None, 'local times of day, `["12:00", "17:30"]`, at which an open window closes'
     )
     timezone: Annotated[str, BeforeValidator(_zone_name)] = _option(
         "UTC", "the zone of `cutoffs`, by its IANA name; daylight saving is respected"
     )
-    deadline_margin: DurationOrZero = _option(
-        0, "closes this long before the earliest `deadline_at` in the window"
-    )
+    deadline_margin: DurationOrZero = _option(0, "closes this long before the earliest `deadline_at` in the window")
     dedupe_ttl: Duration = _option(
         "24h", "an `event_id` and its digests are remembered at least this long after it was last accepted"
     )

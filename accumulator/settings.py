@@ -116,7 +116,7 @@ class Settings(BaseSettings):
     redis_url: Annotated[SecretStr, AfterValidator(_redis_url)] = Field(
         SecretStr("redis://127.0.0.1:6379/0"), description="the server, as redis-py writes it"
     )
-    namespace: Annotated[str, BeforeValidator(check_namespace)] = Field(
+    namespace: Annotated[str, AfterValidator(check_namespace)] = Field(
         "acc", description="prefix of every key: 1 to 32 of a-z, 0-9, _ and -"
     )
     partitions: Annotated[int, BeforeValidator(_partitions)] = Field(
@@ -174,7 +174,7 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    namespace: Annotated[str, BeforeValidator(check_namespace)] | None = Field(
+    namespace: Annotated[str, AfterValidator(check_namespace)] | None = Field(
         None, description="prefix of every key; the environment's comes first"
     )
     partitions: Annotated[int, BeforeValidator(_partitions)] | None = Field(
@@ -278,7 +278,7 @@ def load_yaml(text: bytes, name: str) -> object:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        rule = f"{where}{error.problem or error.context or 'is not YAML'}"
+        rule = f"{where}{(error.problem or error.context or 'is not YAML')[:200]}"
     except yaml.reader.ReaderError as error:
         rule = f"character {error.position} is not allowed in YAML"
     except RecursionError:

@@ -191,7 +191,11 @@ class _Run:
                     self.accumulator.load_policy(flow, policy)
             else:
                 fields = _mapping(given, action, index)
-                optional = {"flush": ("window_version", "partial"), "hold": ("for",), "retract": ("event_id",)}[action]
+                optional = {
+                    "flush": ("window_version", "partial"),
+                    "hold": ("for",),
+                    "retract": ("event_id",),
+                }[action]
                 _known(fields, ("bucket_key", *optional), index)
                 for name in ("bucket_key", *(optional if action != "flush" else ())):
                     if name not in fields:
@@ -200,7 +204,9 @@ class _Run:
                 if action == "flush":
                     version, partial = fields.get("window_version"), fields.get("partial", False)
                     if not (version is None or type(version) is int) or not isinstance(partial, bool):
-                        raise InvalidScenario("flush", "takes window_version: a number, and partial: true or false", index)
+                        raise InvalidScenario(
+                            "flush", "takes window_version: a number, and partial: true or false", index
+                        )
                     self.accumulator.flush(key, version, partial=partial)
                 elif action == "hold":
                     self.accumulator.hold(key, _span(fields["for"], "for", index))
@@ -240,7 +246,11 @@ class _Run:
         buckets = sorted({event.bucket_key for event, _ in self.receipts})
         manifests = [m for key in buckets for m in self.accumulator.manifests(key)]
         manifests.sort(key=lambda m: (m.sealed_at, m.closed_at, m.bucket_key.encode(), m.window_version))
-        queued = {(e.bucket_key, e.event_id, e.content_digest): i for i, (e, _) in enumerate(self.receipts)}
+        queued = {
+            (event.bucket_key, event.event_id, event.content_digest): i
+            for i, (event, receipt) in enumerate(self.receipts)
+            if receipt.outcome is Outcome.RECONCILED
+        }
         waiting = self.accumulator.reconciliation()
         waiting.sort(key=lambda item: queued[item.event.bucket_key, item.event.event_id, item.digest])
         open_ = []
@@ -367,7 +377,6 @@ def differences(answer: object, expected: object, where: str = "") -> list[str]:
             found += differences(got, want, f"{where}[{i}]")
         return found
     if answer != expected or (isinstance(answer, bool) != isinstance(expected, bool)):
-        return [
-            f"{where}: expected {json.dumps(expected, ensure_ascii=False)}, got {json.dumps(answer, ensure_ascii=False)}"
-        ]
+        want, got = json.dumps(expected, ensure_ascii=False), json.dumps(answer, ensure_ascii=False)
+        return [f"{where}: expected {want}, got {got}"]
     return []

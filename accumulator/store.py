@@ -37,8 +37,9 @@ T = TypeVar("T")
 Reply = Any
 """bytes, int, None, a list of them, or an AccumulatorError."""
 
-_REFUSALS = frozenset(
-    "BUSY CLUSTERDOWN LOADING MASTERDOWN MISCONF NOREPLICAS OOM READONLY TRYAGAIN UNBLOCKED UNKILLABLE ASK MOVED".split()
+_REFUSALS = (
+    *("BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MISCONF", "NOREPLICAS", "OOM", "READONLY", "TRYAGAIN"),
+    *("UNBLOCKED", "UNKILLABLE", "ASK", "MOVED"),
 )
 
 
@@ -177,14 +178,15 @@ class Store:
         try:
             with self.client.pipeline(transaction=False) as pipe:
                 for command in commands:
-                    pipe.execute_command(*command, NEVER_DECODE=True)  # type: ignore[no-untyped-call]
+                    pipe.execute_command(*command, NEVER_DECODE=True)
                 return list(pipe.execute(raise_on_error=False))
         except (faults.RedisError, OSError) as error:
             return [error] * len(commands)
 
     def _send_one(self, command: tuple[Any, ...]) -> Reply:
         try:
-            return self.client.execute_command(*command, NEVER_DECODE=True)
+            reply: Reply = self.client.execute_command(*command, NEVER_DECODE=True)  # type: ignore[no-untyped-call]
+            return reply
         except (faults.RedisError, OSError) as error:
             return error
 
@@ -267,4 +269,15 @@ def as_stream(reply: Reply) -> list[tuple[bytes, list[tuple[bytes, bytes]]]]:
     return [(entry[0], as_pairs(entry[1])) for entry in answer(reply) or []]
 
 
-__all__ = ["AsyncStore", "Call", "Operation", "Reply", "Round", "ServerError", "Store", "answer", "as_pairs", "as_stream"]
+__all__ = [
+    "AsyncStore",
+    "Call",
+    "Operation",
+    "Reply",
+    "Round",
+    "ServerError",
+    "Store",
+    "answer",
+    "as_pairs",
+    "as_stream",
+]

@@ -45,10 +45,15 @@ LONGEST_WITH_CUTOFFS = 96 * HOUR
 
 KINDS = ["event", "msg", "novo", "fim", "pago"]
 VERSIONS = [0, 9, 10, 99, 100, 2**53 - 1, 2**53, 2**53 + 1, 2**53 + 2, 2**63 - 2, 2**63 - 1]
+# JSON values that are the same content, or look as if they were.
+TWINS: list[list[Any]] = [
+    [1, 1.0, True, "1"], [0, -0.0, False, ""], ["é", "e\u0301"], [[], {}], [[[], {}], [{}, []]],
+    [{"a": 1, "b": 2}, {"b": 2, "a": 1}, {"a": 1.0, "b": 2}, {"a": 1, "b": 2.5}],
+    [2**53, 2**53 + 1], [2**64 - 1, 2**64 - 2, -(2**63)],
+]  # fmt: skip
 PAYLOADS: list[Any] = [
-    None, 0, 1, 1.0, -0.0, 0.5, True, "", "1", "é", "e\u0301", "🚚", 'a"\\\n\u0001', [], {}, [[], {}],
-    {"a": 1, "b": 2}, {"b": 2, "a": 1}, {"a": 1.0, "b": [None, False]}, 2**53, 2**53 + 1, 2**64 - 1, -(2**63),
-    "x" * 40, list(range(20)),
+    *(value for twins in TWINS for value in twins),
+    None, None, 0.5, "🚚", 'a"\\\n\u0001', "x" * 40, list(range(20)), {"a": 1.0, "b": [None, False]},
 ]  # fmt: skip
 OBJECTS = ["1", "2", "{chave}", "coração 🚚", "7:2026-10-16", "a%3Ab"]
 # Options that contradict no other; the rest of a policy goes together.
@@ -88,9 +93,10 @@ class Maker:
         self.seed = seed
         self.random = random.Random(seed)
         self.unit: int = self.pick([1, 3, 20, 1_000, 1_000, 5_000])
-        self.style = self.random.choices(["mixed", "plain", "sources", "cutoffs"], [60, 25, 5, 10])[0]
+        self.style = self.random.choices(["mixed", "plain", "sources", "cutoffs"], [65, 18, 5, 12])[0]
         self.cutoffs: list[str] = []
         self.zone = "UTC"
+        self.lead = 0
         self.head = self.make_head()
         self.policies: dict[str, Fields] = copy.deepcopy(self.head["policies"])
         self.simulation = Simulation(self.head)
@@ -99,6 +105,8 @@ class Maker:
         self.sent: dict[str, list[Fields]] = {bucket: [] for bucket in self.buckets}
         self.steps: list[Fields] = []
         self.fresh = 0
+        self.focus = self.buckets[0]  # where something other than a push happened last
+        self.retracted = ""
 
     # Small words
 
@@ -124,7 +132,8 @@ class Maker:
             self.zone, day, self.cutoffs = self.pick(CUTOFF_DAYS)
             zone, local = ZoneInfo(self.zone), [time.fromisoformat(at) for at in self.cutoffs]
             around = instant(datetime.combine(day, time(0), tzinfo=zone)) - self.random.randint(0, 3 * HOUR)
-            start = first_cutoff_after(around, local, zone) - self.units(0, 1, 2, 5, 20)
+            self.lead = self.units(0, 1, 2, 5, 20)
+            start = first_cutoff_after(around, local, zone) - self.lead
             head["start"] = f"{EPOCH + timedelta(milliseconds=start):%Y-%m-%dT%H:%M:%S.%f}"[:-3] + "Z"
         elif self.chance(0.3):
             head["start"] = self.pick(
@@ -135,7 +144,7 @@ class Maker:
         head["policies"] = {flow: self.make_policy() for flow in served}
         if self.chance(0.4):
             head["workers_down"] = [self.make_span() for _ in range(self.random.randint(1, 3))]
-        count = self.random.randint(1, 5)
+        count = self.pick([1, 1, 1, 2, 2, 3, 4, 5])
         keys = [f"{self.pick('tu')}:{flow}:{name}" for flow in flows for name in OBJECTS]
         self.buckets = self.random.sample(keys, count)
         return head
@@ -146,21 +155,28 @@ class Maker:
 
     def make_policy(self) -> Fields:
         """A policy of mixed options, or one with caps only."""
-        chance, pick, units = self.chance, self.pick, self.units
+        pick, units = self.pick, self.units
+        density = pick([0.3, 0.6, 1.0])  # few options, so that windows live, or many at once
+
+        def chance(probability: float) -> bool:
+            return self.chance(probability * density)
+
         inactivity = None if chance(0.12) else units(1, 2, 3, 5, 10)
         policy: Fields = {"inactivity": None if inactivity is None else text(inactivity)}
-        if self.style == "cutoffs" and chance(0.7):
+        if self.style == "cutoffs" and self.chance(0.8):
             policy |= {"cutoffs": list(self.cutoffs), "timezone": self.zone, "max_age": "48h"}
-            if inactivity is not None and chance(0.5):
+            if self.lead and chance(0.4):  # all fall due at the cut-off
+                policy |= {"inactivity": pick([None, text(self.lead)]), "max_age": text(self.lead)}
+            elif inactivity is not None and chance(0.5):
                 policy["inactivity"] = "30h"
         elif inactivity is None or chance(0.6):
             policy["max_age"] = text((inactivity or self.unit * 5) * pick([1, 2, 3, 5]))
         if chance(0.45):
-            policy["max_events"] = pick([1, 2, 3, 3, 5, 7, 20])
+            policy["max_events"] = pick([1, 2, 3, 3, 4, 5, 7, 20])
         if chance(0.35):
             policy["max_bytes"] = pick([10, 40, 50, 100, 200])
         if chance(0.3):
-            policy["max_weight"] = pick([1, 3, 5, 10, 30])
+            policy["max_weight"] = pick([1, 3, 5, 10, 10, 30])
         if chance(0.2):
             policy["max_event_bytes"] = pick([5, 20, 60, 300])
         if chance(0.3):
@@ -192,11 +208,11 @@ class Maker:
             policy["kinds"] = sorted(named | {"event", pick(KINDS)})
         if chance(0.25):
             policy["deadline_margin"] = text(units(0, 1, 2))
-        if chance(0.8):
+        if self.chance(0.75):
             policy["on_conflict"] = pick(["reject", "keep_first", *["accept_newer"] * 4, "reconcile"])
-        if self.style == "sources" or chance(0.45):
+        if self.style == "sources" or self.chance(0.4):
             policy["order_by"] = pick(["source_version", "source_version", "occurred_at"])
-        if chance(0.5):
+        if self.chance(0.4):
             policy["on_late"] = pick(["accept", "reconcile", "reject"])
         if chance(0.3):
             policy["max_delay"] = text(units(1, 2, 5, 20))
@@ -206,8 +222,8 @@ class Maker:
             policy["max_future"] = pick([None, "0s", text(self.unit), text(3 * self.unit), "5m"])
         if chance(0.5):
             policy["on_policy_change"] = pick(["split", "keep", "reconcile"])
-        if chance(0.2):
-            policy["keep"] = pick(["last", "last", "all"])
+        if self.chance(0.25):
+            policy["keep"] = pick(["last", "last", "last", "all"])
         return policy
 
     # The clock
@@ -244,14 +260,19 @@ class Maker:
         policies = self.simulation.policies
         return policies[flow] if flow in policies else policies["default"]
 
+    def some_bucket(self) -> str:
+        return self.focus if self.chance(0.4) else str(self.pick(self.buckets))
+
     def make_event(self, bucket_key: str) -> Fields:
         bucket = self.simulation.buckets.get(bucket_key)
         sent = self.sent[bucket_key]
+        again = [event for event in sent if event["event_id"] == self.retracted]
         dice = self.random.random()
-        redelivered = 0.12 if self.style == "plain" else 0.15
-        if sent and dice < redelivered:
+        if again and self.chance(0.3):
+            event = self.change(dict(self.pick(again)), bucket_key, bucket)
+        elif sent and dice < 0.13:
             event = dict(self.pick(sent))  # a redelivery
-        elif sent and dice < redelivered * 2.2:
+        elif sent and dice < (0.25 if self.style == "plain" else 0.35):
             event = self.change(dict(self.pick(sent)), bucket_key, bucket)
         else:
             event = self.new_event(bucket_key, bucket)
@@ -330,11 +351,12 @@ class Maker:
             if self.chance(0.02):
                 at = now + self.pick([-400, 400]) * UNITS["d"]
             given |= self.written("occurred", "occurred_at", at)
-        if self.chance(0.15):
+        if self.chance(0.08):
             margin = policy.deadline_margin
-            at = self.pick(
-                [self.near(now + margin), now + margin + self.units(1, 2, 5), now + self.units(-1, 1, 10)]
-            )
+            edges = [self.near(now), now + self.units(1, 2, 5), now + self.units(-1, 1, 10)]
+            if bucket and bucket.window:
+                edges.append(self.near(bucket.window.due_at))
+            at = self.pick(edges) + margin
             given |= self.written("deadline", "deadline_at", at)
         return given
 
@@ -362,12 +384,26 @@ class Maker:
         if dice < 0.75 and policy.max_bytes < 1000:
             room = policy.max_bytes - (held if policy.keep == "all" else 0)
             return {"payload_bytes": max(0, self.near(room))}
+        if dice < 0.82 and policy.max_bytes < 1000:
+            return {"payload_bytes": self.near(policy.max_bytes)}
         return {"payload_bytes": self.pick([0, 1, 5, 9, 10, 30, 100])}
+
+    @staticmethod
+    def without_payload(event: Fields) -> Fields:
+        return {name: value for name, value in event.items() if name not in ("payload", "payload_bytes")}
+
+    def twin(self, event: Fields) -> Fields:
+        """A payload that is the same content as the event's, or nearly."""
+        if event.get("payload") is None:
+            none: list[Fields] = [{}, {"payload": None}, {"payload_bytes": 0}]
+            return dict(self.pick(none))
+        same = [twins for twins in TWINS if repr(event["payload"]) in map(repr, twins)]
+        return {"payload": copy.deepcopy(self.pick(same[0]))} if same else {}
 
     def weight(self, policy: Policy, bucket: Bucket | None) -> int:
         held = bucket.window.weight if bucket and bucket.window else 0
         if policy.max_weight is not None and self.chance(0.4):
-            return max(0, self.near(policy.max_weight - held))
+            return max(0, self.near(policy.max_weight - (held if self.chance(0.8) else 0)))
         return int(self.pick([0, 1, 2, 3, 10])) if self.chance(0.98) else 2**31 - 1
 
     def change(self, event: Fields, bucket_key: str, bucket: Bucket | None) -> Fields:
@@ -376,6 +412,13 @@ class Maker:
         known = bucket.known.get(event["event_id"]) if bucket else None
         versions = [v.source_version for v in known.versions if v.source_version is not None] if known else []
         by_instant = policy.on_conflict == "accept_newer" and policy.order_by == "occurred_at"
+        newest = max((v.occurred_at for v in known.versions), default=0) if known else self.simulation.now
+        if policy.on_conflict == "accept_newer" and self.chance(0.5):  # a revision, as a rule
+            event["source_version"] = min(max(versions, default=0) + 1, 2**63 - 1)
+            if by_instant:
+                event.pop("occurred_at", None)
+                event["occurred"] = f"{newest + 1 - self.start}ms"
+            return event
         for _ in range(self.random.randint(1, 2)):
             dice = self.random.random()
             if dice < (0.1 if by_instant else 0.5):
@@ -385,14 +428,10 @@ class Maker:
                     event.pop("source_version")
             elif dice < 0.6:
                 event.pop("occurred_at", None)
-                newest = (
-                    max((v.occurred_at for v in known.versions), default=0) if known else self.simulation.now
-                )
                 event |= {"occurred": f"{self.near(newest) - self.start}ms"}
             elif dice < 0.8:
-                event.pop("payload", None)
-                event.pop("payload_bytes", None)
-                event |= self.payload(policy, bucket) if self.chance(0.8) else {}
+                payload = self.twin(event) if self.chance(0.6) else self.payload(policy, bucket)
+                event = self.without_payload(event) | payload
             elif dice < 0.9:
                 event["kind"] = self.pick([*KINDS, "strange"])
             elif dice < 0.95:
@@ -402,12 +441,6 @@ class Maker:
             else:
                 event["content_key"] = self.pick(["k", "K", "other"])
         return event
-
-    def source_event(self) -> Fields:
-        """An event of a source of its own, for one bucket."""
-        bucket_key = self.buckets[0]
-        event = {"event_id": self.new_id(bucket_key), "bucket_key": bucket_key, "source": f"s{self.fresh}"}
-        return event | {"source_version": self.near(5)}
 
     # Steps
 
@@ -435,13 +468,11 @@ class Maker:
     def make_push(self, at: int) -> None:
         dice = self.random.random()
         if dice < 0.6:
-            self.push_one_by_one(at, 1, lambda: self.make_event(self.pick(self.buckets)))
+            self.push_one_by_one(at, 1, lambda: self.make_event(self.some_bucket()))
         elif dice < 0.8:
-            self.push_one_by_one(
-                at, self.random.randint(2, 8), lambda: self.make_event(self.pick(self.buckets))
-            )
+            self.push_one_by_one(at, self.random.randint(2, 8), lambda: self.make_event(self.some_bucket()))
         elif dice < 0.9:
-            bucket_key = self.pick(self.buckets)
+            bucket_key = self.some_bucket()
             self.push_one_by_one(at, self.random.randint(2, 12), lambda: self.make_event(bucket_key))
         elif dice < 0.95 or self.style in ("plain", "sources"):
             # Many that are alike: the way a fast path is taken, with perhaps a few strangers among them.
@@ -467,17 +498,40 @@ class Maker:
 
             self.push_one_by_one(at, self.pick([10, 25, 60, 130]), uniform)
         else:
-            self.push_one_by_one(
-                at, self.random.randint(10, 40), lambda: self.make_event(self.pick(self.buckets))
-            )
+            self.push_one_by_one(at, self.random.randint(10, 40), lambda: self.make_event(self.some_bucket()))
+
+    def make_sources(self) -> None:
+        """More sources than a bucket keeps highest values for, and some of them again after the close."""
+        bucket_key = self.buckets[0]
+
+        def first() -> Fields:
+            event = {
+                "event_id": self.new_id(bucket_key),
+                "bucket_key": bucket_key,
+                "source": f"s{self.fresh}",
+            }
+            return event | {"source_version": self.near(5)}
+
+        def again() -> Fields:
+            return first() | {"source": f"s{self.random.randint(60, 68)}"}
+
+        self.push_one_by_one(self.start, 68, first)
+        window = self.simulation.buckets[bucket_key].window
+        self.push_one_by_one(window.due_at if window else self.start, 25, again)
 
     def make_step(self) -> None:
         at = self.make_instant()
-        verb = self.random.choices(["push", "flush", "hold", "retract", "policy"], [70, 7, 8, 11, 4])[0]
-        bucket_key = self.pick(self.buckets)
+        verb = self.random.choices(
+            ["push", "flush", "hold", "retract", "policy", "several"], [64, 7, 7, 9, 7, 6]
+        )[0]
+        bucket_key = self.some_bucket()
         bucket = self.simulation.buckets.get(bucket_key)
         if verb == "push":
             self.make_push(at)
+            return
+        self.focus = bucket_key
+        if verb == "several":
+            self.make_several(at, bucket_key)
         elif verb == "flush":
             given: Fields = {"bucket_key": bucket_key}
             if self.chance(0.5):
@@ -498,9 +552,75 @@ class Maker:
                 if bucket.window.kept is not None and self.chance(0.5):
                     ids = [bucket.window.kept.event_id]
             event_id = "never-seen" if not ids or self.chance(0.05) else self.pick(ids[-8:])
+            self.retracted = event_id
             self.do(at, verb, {"bucket_key": bucket_key, "event_id": event_id})
+
         else:
             self.do(at, verb, self.new_policies(bucket_key))
+
+    def make_several(self, at: int, bucket_key: str) -> None:
+        """A few steps that only together meet a rule; chance alone would seldom put them in a row."""
+        policy = self.policy_of(bucket_key, self.simulation.buckets.get(bucket_key))
+
+        def push(*events: Fields, after: int = 0) -> None:
+            given = iter(events)
+            self.push_one_by_one(max(at, self.simulation.now) + after, len(events), lambda: next(given))
+
+        def event(**fields: object) -> Fields:
+            return {"event_id": self.new_id(bucket_key), "bucket_key": bucket_key, **fields}
+
+        def retract(event_id: str) -> None:
+            self.do(max(at, self.simulation.now), "retract", {"bucket_key": bucket_key, "event_id": event_id})
+
+        what = self.pick(["holds", "emptied", "same", "terminal", "kept", "revisions", "policy"])
+        if what == "holds":
+            for lasts in self.random.sample([self.units(2), self.units(5), self.units(9)], 2):
+                self.do(at, "hold", {"bucket_key": bucket_key, "for": text(lasts)})
+        elif what == "emptied":
+            due = at + policy.deadline_margin + self.units(1, 2) - self.start
+            push(event(source_version=5, policy_version=1))
+            push(event(kind=self.pick(sorted(policy.terminal_kinds) or KINDS), deadline=f"{due}ms"))
+            bucket = self.simulation.buckets[bucket_key]
+            for event_id in bucket.window.event_ids[:6] if bucket.window else []:
+                retract(event_id)
+            size, weight = min(policy.max_bytes, 5000) + 1, (policy.max_weight or 10) + 1
+            push(event(payload_bytes=size, weight=weight), after=self.pick([0, 1]))
+        elif what == "same":
+            first = event(payload=copy.deepcopy(self.pick(PAYLOADS)), occurred=f"{at - self.start}ms")
+            push(first, *(self.without_payload(first) | self.twin(first) for _ in range(3)))
+        elif what == "terminal":
+            kinds = sorted(policy.terminal_kinds) or KINDS
+            push(event(kind=self.pick(kinds)))
+            if self.chance(0.4):
+                retract(self.sent[bucket_key][-1]["event_id"])
+            push(event(kind=self.pick(kinds)), after=self.near(policy.terminal_grace or 1) // 2)
+        elif what == "kept":
+            sources = [self.source(), self.source()]
+            sizes = [3, 5, 8] if policy.max_bytes > 1000 else [3, policy.max_bytes - 1, policy.max_bytes + 1]
+            for _ in range(3):
+                fields: Fields = {"source": self.pick(sources), "payload_bytes": self.pick(sizes)}
+                push(event(source_version=self.pick([4, 5, 6]), **fields))
+            if self.chance(0.6):
+                retract(self.sent[bucket_key][self.pick([-1, -2])]["event_id"])
+                push(event(source=self.pick(sources), source_version=3, payload_bytes=4))
+        elif what == "revisions":
+            first = event(source_version=5, occurred=f"{at - self.start}ms")
+            for n in range(self.random.randint(2, 5)):
+                moment = f"{at - self.start + n}ms"
+                push(
+                    first | {"source_version": 5 + n, "occurred": moment},
+                    after=self.pick([0, 0, 1, self.unit]),
+                )
+                if self.chance(0.2):
+                    self.do(self.simulation.now, "flush", {"bucket_key": bucket_key})
+                if self.chance(0.15):
+                    retract(first["event_id"])
+        else:
+            push(event(policy_version=1))
+            self.do(at, "policy", self.new_policies(bucket_key))
+            version = self.pick([0, 1, 2, 2])
+            push(event(policy_version=version, kind=self.pick(KINDS), payload_bytes=self.pick([0, 30, 100])))
+            push(*(event(policy_version=version, payload_bytes=10, source_version=5) for _ in range(4)))
 
     def new_policies(self, bucket_key: str) -> Fields:
         """A policy for a flow in use or, at times, for `default`: all new, or an option or two exchanged."""
@@ -516,7 +636,9 @@ class Maker:
 
     def scenario(self) -> Fields:
         if self.style == "sources":
-            self.push_one_by_one(self.start, 70, self.source_event)
+            self.make_sources()
+        elif self.style == "cutoffs":
+            self.push_one_by_one(self.start, 1, lambda: self.make_event(self.some_bucket()))
         for _ in range(self.random.randint(4, 45)):
             self.make_step()
         now = self.simulation.now

@@ -324,6 +324,7 @@ REFUSED: list[tuple[dict[Any, Any], str, str]] = [
     ({"cutoffs": "12:00"}, "cutoffs", "must be a list of local times of day, not '12:00'"),
     ({"cutoffs": 720}, "cutoffs", "must be a list of local times of day, not 720"),
     ({"cutoffs": [720]}, "cutoffs", 'must list texts: YAML reads 12:00 without quotes as 720; write "12:00"'),
+    ({"cutoffs": [540]}, "cutoffs", 'must list texts: YAML reads 9:00 without quotes as 540; write "09:00"'),
     ({"cutoffs": [12]}, "cutoffs", "must list texts, not 12: put quotes around it"),
     ({"cutoffs": ["12:00", "12:00"]}, "cutoffs", "lists '12:00' twice"),
     ({"cutoffs": [f"00:{n:02}" for n in range(49)]}, "cutoffs", "must list at most 48 local times of day"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pickle
 import traceback
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from pydantic import SecretStr
 
 from accumulator.errors import InvalidPolicy, InvalidSettings
@@ -77,7 +77,7 @@ def test_settings_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch)
 def test_an_empty_variable_is_none_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCUMULATOR_REDIS_URL", "")
     monkeypatch.setenv("ACCUMULATOR_PARTITIONS", "")
-    assert Settings() == Settings.model_construct() or Settings().partitions == 64
+    assert Settings().partitions == 64
     assert Settings().url == "redis://127.0.0.1:6379/0"
 
 
@@ -92,7 +92,7 @@ PARTITIONS = "must be a whole number from 1 to 4096, not "
         ("namespace", "a" * 33, NAMESPACE),
         ("namespace", "a:b", NAMESPACE),
         ("namespace", "a\n", NAMESPACE),
-        ("namespace", 5, NAMESPACE),
+        ("namespace", 5, "must be text"),
         ("partitions", "0", f"{PARTITIONS}0"),
         ("partitions", "4097", f"{PARTITIONS}4097"),
         ("partitions", "-1", f"{PARTITIONS}'-1'"),
@@ -196,8 +196,7 @@ def test_a_wrong_url_is_refused_without_being_shown(
 def test_a_url_among_other_mistakes_is_not_shown() -> None:
     error = refused(redis_url=f"redis://:{SECRET}@cache", partitions=0)
     assert SECRET not in repr(error) + str(error)
-    assert SECRET not in str(refused(redis_url={"password": SECRET}))
-    assert SECRET not in str(refused(redis_url=f"redis://:{SECRET}@cache".encode(), partitions=0))
+    assert str(refused(redis_url={"password": SECRET})) == "redis_url: must be text"
 
 
 # The configuration file
@@ -278,7 +277,7 @@ MODULES = "must list module names, as in my_project.handlers, not "
         ("1: 2", "1", "is unknown"),
         ("? !!binary aGVsbG8=\n: 2", "a bytes", "is unknown"),
         ("namespace: Shop", "namespace", NAMESPACE),
-        ("namespace: 5", "namespace", NAMESPACE),
+        ("namespace: 5", "namespace", "must be text"),
         ("partitions: 0", "partitions", f"{PARTITIONS}0"),
         ("partitions: 64.0", "partitions", f"{PARTITIONS}64.0"),
         ("partitions: yes", "partitions", f"{PARTITIONS}true"),
@@ -385,6 +384,10 @@ def test_a_file_may_have_one_mebibyte_and_no_more(tmp_path: Path) -> None:
             "line 1, column 4: could not determine a constructor for the tag "
             "'tag:yaml.org,2002:python/object/apply:os.system'",
         ),
+        (
+            b"!" * 5000,
+            "line 1, column 1: could not determine a constructor for the tag 'tag:yaml.org,2002:" + "!" * 135,
+        ),
         (b"a: \xff", "must be UTF-8; byte 3 is not"),
         (b"a: \x01", "character 3 is not allowed in YAML"),
         (b"[" * 5000, "is nested too deeply"),
@@ -404,17 +407,21 @@ def test_what_is_no_plain_yaml_is_refused_with_the_place(text: bytes, rule: str)
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "read"),
     [
-        "a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}\nc: {x: 4, <<: *a}",
-        "a: &a {x: 1}\nb: &b {<<: *a, x: 2}\nc: {<<: [*b, *a], y: 3}\nd: {<<: [*a, *b]}",
-        "p: {q: &b {<<: {x: 1}, x: 2}}\nz: {<<: *b, w: 1}",
-        "a: [1, 1.5, yes, null, 12:30, x, '1', 2026-10-16T14:00:00Z]",
-        "a: {<<: []}",
+        ("a: [1, 1.5, yes, null, 12:30, x, '1']", {"a": [1, 1.5, True, None, 750, "x", "1"]}),
+        ("a: 2026-10-16T14:00:00Z", {"a": datetime(2026, 10, 16, 14, tzinfo=UTC)}),
+        ("a: &a [1]\nb: *a", {"a": [1], "b": [1]}),
+        ("a: {<<: []}", {"a": {}}),
+        ("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}", {"a": {"x": 1, "y": 2}, "b": {"x": 3, "y": 2}}),
+        ("a: &a {x: 1}\nb: {x: 4, <<: *a}", {"a": {"x": 1}, "b": {"x": 4}}),
+        ("a: {<<: [{x: 1}, {x: 2, y: 3}]}", {"a": {"x": 1, "y": 3}}),
+        # A merged mapping is taken as it reads, with its own merge done, whichever is built first.
+        ("p: {q: &b {<<: {x: 1}, x: 2}}\nz: {<<: *b}", {"p": {"q": {"x": 2}}, "z": {"x": 2}}),
     ],
 )
-def test_plain_yaml_reads_as_ever(text: str) -> None:
-    assert load_yaml(text.encode(), "a.yaml") == yaml.safe_load(text)
+def test_plain_yaml_reads_as_it_says(text: str, read: object) -> None:
+    assert load_yaml(text.encode(), "a.yaml") == read
 
 
 def test_merge_keys_can_not_blow_a_small_file_up() -> None:

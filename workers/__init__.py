@@ -1,1 +1,1 @@
-"""One thin entry program per role. The logic is in `accumulator`; `accumulator worker` runs the same roles."""
+"""One thin entry program per role. The logic is in `accumulator`; `accumulator worker` runs them too."""

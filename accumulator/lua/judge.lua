@@ -95,32 +95,34 @@ local function order_value(order, e)
   end
 end
 
--- order:<bucket_key> holds '<highest in closed windows|-> <highest in window> <version of that window>' by
--- '<order letter>:<source>'. The open window's value joins the closed ones when a later window is met, so closing
--- need not touch them.
-local function order_record(b, field)
-  local r = b.orders[field]
-  if r == nil then
-    local text = call('HGET', prefix .. 'order:' .. b.key, field)
-    r = false
+-- order:<bucket_key> holds for each source, under source_version and under occurred_at, '<highest in closed windows|->
+-- <highest in the window> <version of that window>', or '- - -'. A window's value joins the closed ones when a later
+-- window is met, so closing need not touch them.
+local function order_record(b, order, source)
+  local both = b.orders[source]
+  if both == nil then
+    local text = call('HGET', prefix .. 'order:' .. b.key, source)
+    both = false
     if text then
-      local closed, own, version = match(text, '^(%S+) (%d+) (%d+)')
-      r = { closed = closed, own = own, version = tonumber(version) }
+      both = { v = {}, o = {} }
+      both.v.closed, both.v.own, both.v.version, both.o.closed, both.o.own, both.o.version =
+        match(text, '^(%S+) (%S+) (%S+) (%S+) (%S+) (%S+)')
     end
-    b.orders[field] = r
+    b.orders[source] = both
   end
-  if r and r.version ~= (b.window and b.window.version) then
-    r.closed, r.own, r.version = higher(r.closed, r.own), '-', r.version
+  if not both then
+    return
   end
-  return r
+  local r = both[order]
+  if r.own ~= '-' and tonumber(r.version) ~= (b.window and b.window.version) then
+    r.closed, r.own, r.version = higher(r.closed, r.own), '-', '-'
+  end
+  return r, both
 end
 
 local function is_late_by_order(b, p, e)
   local value = order_value(p.order, e)
-  if not value then
-    return false
-  end
-  local r = order_record(b, p.order .. ':' .. e.source)
+  local r = value and order_record(b, p.order, e.source)
   return r and r.closed ~= '-' and digits_below(value, r.closed)
 end
 
@@ -129,8 +131,7 @@ local function raise_order(b, w, e)
   if not value then
     return
   end
-  local field = w.policy.order .. ':' .. e.source
-  local r = order_record(b, field)
+  local r, both = order_record(b, w.policy.order, e.source)
   if not r then
     b.sources = b.sources or call('HLEN', prefix .. 'order:' .. b.key)
     if b.sources >= SOURCES then
@@ -138,11 +139,15 @@ local function raise_order(b, w, e)
       return
     end
     b.sources = b.sources + 1
-    r = { closed = '-', own = '-' }
-    b.orders[field] = r
+    both = {
+      v = { closed = '-', own = '-', version = '-' }, o = { closed = '-', own = '-', version = '-' },
+    }
+    r, b.orders[e.source] = both[w.policy.order], both
   end
   r.own, r.version = higher(r.own, value), w.version
-  put('HSET', prefix .. 'order:' .. b.key, field, r.closed .. ' ' .. r.own .. ' ' .. r.version)
+  local v, o = both.v, both.o
+  put('HSET', prefix .. 'order:' .. b.key, e.source, v.closed .. ' ' .. v.own .. ' ' .. v.version .. ' ' .. o.closed .. ' '
+    .. o.own .. ' ' .. o.version)
 end
 
 local function first_cutoff(policy, after)
