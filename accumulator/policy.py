@@ -403,7 +403,10 @@ class Policy(BaseModel):
     def rules(self) -> str:
         """What the scripts read: tokens and single spaces; ``-`` is none, ``1`` and ``0`` are yes and no."""
         listed = bool(self.terminal_kinds or self.starter_kinds or self.kinds or self.requery_kinds)
-        plain = not listed and self.order_by is None and self.keep == "all" and not self.cutoffs
+        # What the fast path of accept needs to know: 0 nothing for it, 1 plain, 2 if the kinds are ordinary, 3 if listed.
+        plain = 0
+        if self.order_by is None and self.keep == "all" and not self.cutoffs:
+            plain = 1 if not listed else 2 if self.kinds is None else 3
         tokens: list[int | str | None] = [
             self.inactivity,
             self.max_age,

@@ -43,7 +43,7 @@ HOUR = UNITS["h"]
 LONGEST = 20 * HOUR  # within every dedupe_ttl that is used here: what may be forgotten is not specified
 LONGEST_WITH_CUTOFFS = 96 * HOUR
 
-KINDS = ["event", "msg", "novo", "fim", "pago"]
+KINDS = ["event", "msg", "novo", "fim", "pago", "pago 2"]
 VERSIONS = [0, 9, 10, 99, 100, 2**53 - 1, 2**53, 2**53 + 1, 2**53 + 2, 2**63 - 2, 2**63 - 1]
 # JSON values that are the same content, or look as if they were.
 TWINS: list[list[Any]] = [
@@ -55,6 +55,8 @@ PAYLOADS: list[Any] = [
     *(value for twins in TWINS for value in twins),
     None, None, 0.5, "🚚", 'a"\\\n\u0001', "x" * 40, list(range(20)), {"a": 1.0, "b": [None, False]},
 ]  # fmt: skip
+ODD_IDS = ["0", "-", " x", "x ", "X", "a b c", "a\nb", "\0", "12345678901234567890", "açã-🚚", "{a}:b", "*", "i" * 256]
+SOURCES = ["crm", "crm", "erp", "sim", "café", "sim 2", "1 - 1", "-"]
 OBJECTS = ["1", "2", "{chave}", "coração 🚚", "7:2026-10-16", "a%3Ab"]
 # Options that contradict no other; the rest of a policy goes together.
 FREE_OPTIONS = [
@@ -136,9 +138,7 @@ class Maker:
             start = first_cutoff_after(around, local, zone) - self.lead
             head["start"] = f"{EPOCH + timedelta(milliseconds=start):%Y-%m-%dT%H:%M:%S.%f}"[:-3] + "Z"
         elif self.chance(0.3):
-            head["start"] = self.pick(
-                ["2026-10-16T14:00:00Z", "2026-10-16T14:00:00.123-03:00", "2003-02-01T00:00:00Z"]
-            )
+            head["start"] = self.pick(["2026-10-16T14:00:00Z", "2026-10-16T14:00:00.123-03:00", "2003-02-01T00:00:00Z"])
         # Some flow may be served by `default` alone.
         served = [*flows[1:], "default"] if self.chance(0.2) else flows
         head["policies"] = {flow: self.make_policy() for flow in served}
@@ -312,13 +312,15 @@ class Maker:
             # The same id may live in another bucket: they share nothing.
             other = self.pick(self.sent[self.pick(self.buckets)] or [{"event_id": "E"}])
             return str(other["event_id"])
+        if self.chance(0.02):
+            return str(self.pick(ODD_IDS))
         self.fresh += 1
-        return f"e{self.fresh}" if self.chance(0.97) else f"evento-{self.fresh}-é🚚 x"
+        return f"e{self.fresh}"
 
     def source(self) -> str:
         if self.style == "sources":
             return f"s{self.random.randint(1, 70)}"
-        return str(self.pick(["crm", "erp", "sim", "café"]))
+        return str(self.pick(SOURCES))
 
     def version(self, source: str, bucket: Bucket | None) -> int:
         """Small, large or at the edge of the highest of its source."""
@@ -376,11 +378,7 @@ class Maker:
         if dice < 0.45:
             return {"payload": copy.deepcopy(self.pick(PAYLOADS))}
         if dice < 0.55:
-            return {
-                "payload_bytes": max(0, self.near(policy.max_event_bytes))
-                if policy.max_event_bytes < 500
-                else 7
-            }
+            return {"payload_bytes": max(0, self.near(policy.max_event_bytes)) if policy.max_event_bytes < 500 else 7}
         if dice < 0.75 and policy.max_bytes < 1000:
             room = policy.max_bytes - (held if policy.keep == "all" else 0)
             return {"payload_bytes": max(0, self.near(room))}
@@ -496,7 +494,7 @@ class Maker:
                     event["source_version"] = self.fresh
                 return event
 
-            self.push_one_by_one(at, self.pick([10, 25, 60, 130]), uniform)
+            self.push_one_by_one(at, self.random.choices([10, 25, 60, 130, 400], [4, 4, 4, 3, 1])[0], uniform)
         else:
             self.push_one_by_one(at, self.random.randint(10, 40), lambda: self.make_event(self.some_bucket()))
 
@@ -521,9 +519,7 @@ class Maker:
 
     def make_step(self) -> None:
         at = self.make_instant()
-        verb = self.random.choices(
-            ["push", "flush", "hold", "retract", "policy", "several"], [64, 7, 7, 9, 7, 6]
-        )[0]
+        verb = self.random.choices(["push", "flush", "hold", "retract", "policy", "several"], [64, 7, 7, 9, 7, 6])[0]
         bucket_key = self.some_bucket()
         bucket = self.simulation.buckets.get(bucket_key)
         if verb == "push":
@@ -595,6 +591,14 @@ class Maker:
                 retract(self.sent[bucket_key][-1]["event_id"])
             push(event(kind=self.pick(kinds)), after=self.near(policy.terminal_grace or 1) // 2)
         elif what == "kept":
+            if self.chance(0.5):
+                flow = bucket_key.split(":")[1]
+                options = self.policies.get(flow) or self.policies["default"]
+                options = options | {"keep": "last", "order_by": "source_version", "max_bytes": self.pick([10, 50])}
+                self.policies[flow] = options
+                self.do(at, "policy", {flow: copy.deepcopy(options)})
+                self.do(at, "flush", {"bucket_key": bucket_key})
+                policy = self.simulation.policies[flow]
             sources = [self.source(), self.source()]
             sizes = [3, 5, 8] if policy.max_bytes > 1000 else [3, policy.max_bytes - 1, policy.max_bytes + 1]
             for _ in range(3):
@@ -716,9 +720,7 @@ def cuts(scenario: Fields) -> Iterator[tuple[Path, Any]]:
     steps = scenario["steps"]
     yield from ((("steps",), span) for span in spans(len(steps)))
     pushes: list[tuple[Path, list[Fields]]] = [
-        (("steps", n, "push"), step["push"])
-        for n, step in enumerate(steps)
-        if isinstance(step.get("push"), list)
+        (("steps", n, "push"), step["push"]) for n, step in enumerate(steps) if isinstance(step.get("push"), list)
     ]
     for path, events in pushes:
         yield from ((path, span) for span in spans(len(events)) if span != slice(0, len(events)))
@@ -768,11 +770,7 @@ def shrink(run: Runner, scenario: Fields, batch: int = 16) -> Fields:
         candidates = filter(readable, (without(scenario, *cut) for cut in cuts(scenario)))
         while chunk := list(itertools.islice(candidates, batch)):
             found = compare(run, chunk)
-            still = [
-                one
-                for one, differs in zip(chunk, found, strict=True)
-                if differs and raises(differs) == raised
-            ]
+            still = [one for one, differs in zip(chunk, found, strict=True) if differs and raises(differs) == raised]
             if still:
                 scenario = still[0]
                 break
@@ -819,9 +817,7 @@ def as_yaml(scenario: Fields) -> str:
             return True
 
     return str(
-        yaml.dump(
-            scenario, Dumper=Plain, allow_unicode=True, sort_keys=False, default_flow_style=None, width=200
-        )
+        yaml.dump(scenario, Dumper=Plain, allow_unicode=True, sort_keys=False, default_flow_style=None, width=200)
     )
 
 

@@ -14,6 +14,24 @@ local function window_id(instant)
   return format('%011x', instant) .. partition .. nonce .. (opened > 1 and opened or '')
 end
 
+-- Whether no event of the group is of a kind that closes, opens or is refused.
+local function all_ordinary(policy, n, first)
+  for i = 0, n - 1 do
+    local length, rest = match(ARGV[first + 4 * i + 2], '^%d+ %S+ %d+ %S+ %d+ %d+ %d+ (%d+) (.*)$')
+    local kind = string.sub(rest, 1, length)
+    local ordinary = policy.kinds[kind]
+    if ordinary == nil then
+      local flags = call('HGET', policy.hash, policy.version .. ':kind:' .. kind) or ''
+      ordinary = not string.find(flags, '[ts]') and (policy.plain == 2 or string.find(flags, 'k', 1, true) ~= nil)
+      policy.kinds[kind] = ordinary
+    end
+    if not ordinary then
+      return false
+    end
+  end
+  return true
+end
+
 local full = ARGV[3] ~= '' and call('ZCARD', prefix .. 'outbox') >= tonumber(ARGV[3])
 
 local arg = 6
@@ -25,8 +43,12 @@ for g = 1, groups do
 
   local policy = latest[flow]
   if not policy then
-    local text = call('HGET', prefix .. 'policy:' .. flow, 'latest')
-      or call('HGET', prefix .. 'policy:default', 'latest')
+    local hash = prefix .. 'policy:' .. flow
+    local text = call('HGET', hash, 'latest')
+    if not text then
+      hash = prefix .. 'policy:default'
+      text = call('HGET', hash, 'latest')
+    end
     if not text then
       return redis.error_reply('NOPOLICY ' .. flow)
     end
@@ -34,7 +56,7 @@ for g = 1, groups do
       dedupe_ttl, is_plain = match(text,
       '^(%d+) (%S+) (%d+) (%d+) (%d+) (%S+) (%d+) (%S+) (%S+) %d+ %d+ (%d+) %d+ (%d)')
     policy = {
-      version = version, plain = is_plain == '1', inactivity = tonumber(inactivity), max_age = tonumber(max_age),
+      hash = hash, version = version, plain = tonumber(is_plain), kinds = {}, inactivity = tonumber(inactivity), max_age = tonumber(max_age),
       max_events = tonumber(max_events), max_bytes = tonumber(max_bytes), max_weight = tonumber(max_weight),
       max_event_bytes = tonumber(max_event_bytes), max_delay = tonumber(max_delay),
       max_future = tonumber(max_future), dedupe_ttl = tonumber(dedupe_ttl),
@@ -43,7 +65,7 @@ for g = 1, groups do
   end
 
   local plan
-  if plain == '1' and policy.plain and not full and tonumber(largest) <= policy.max_event_bytes
+  if plain == '1' and policy.plain > 0 and not full and tonumber(largest) <= policy.max_event_bytes
     and not (policy.max_future and tonumber(newest) > now + policy.max_future)
     and not (policy.max_delay and tonumber(earliest) < now - policy.max_delay) then
     local name = prefix .. 'bucket:' .. key
@@ -75,6 +97,9 @@ for g = 1, groups do
           .. ' 0 ' .. (prev and 'a' or 'f')
         due = now + math.min(policy.max_age, policy.inactivity or policy.max_age)
       end
+    end
+    if window and policy.plain > 1 and not all_ordinary(policy, n, first) then
+      window = nil
     end
     if window and entries + n < policy.max_events and bytes < policy.max_bytes
       and not (policy.max_weight and weight >= policy.max_weight) then

@@ -57,7 +57,9 @@ local function remember(b, e, p, version)
   else
     k.occurred = higher(k.occurred, e.occurred)
     k.source_version = higher(k.source_version, e.source_version)
-    k.digests = k.digests .. ' ' .. e.digest
+    if not has_digest(k, e.digest) then
+      k.digests = k.digests .. ' ' .. e.digest
+    end
   end
   if version then
     k.first, k.last = k.first or version, version
@@ -214,11 +216,12 @@ local function has_policy_version(list, pv)
   return string.find(' ' .. list .. ' ', ' ' .. pv .. ' ', 1, true) ~= nil
 end
 
-local function append(b, e, late, revised)
+local function append(b, e, late, revised, reconciled)
   local w = b.window
   local p = w.policy
   local envelope = e.envelope
   local flags = (late and ',"late":true' or '') .. (revised and ',"revised":true' or '')
+    .. (reconciled and ',"reconciled":true' or '')
   w.bytes = bytes_with(w, e)
   w.entries, w.weight, w.last = w.entries + 1, w.weight + e.weight, b.now
   local position = w.entries + w.gone
@@ -274,6 +277,33 @@ local function queue(b, e, code, known)
   put('XADD', prefix .. 'reconcile', shared_id(), 'at', b.now, 'code', code, 'bucket_key', b.key, 'event_id', e.id,
     'digest', e.digest, 'known', known or '', 'window', b.window and b.window.version or 0, 'envelope', e.envelope)
   queued = queued + 1
+end
+
+-- Steps 7 to 11: room is made, the event joins. Returns outcome letter, window id, version, position, late, own reason.
+local function take_in(b, e, p, late, revised, reconciled)
+  local w = b.window
+  if w and p.change == 's' and tonumber(e.pv) > tonumber(w.pv) then
+    close_window(b, 'policy_change', b.now)
+  end
+  w = b.window
+  if w and has_flag(p, e.kind, 's') then
+    close_window(b, 'starter', b.now)
+  elseif w and w.ids > 0 then
+    if bytes_with(w, e) > p.max_bytes then
+      close_window(b, 'max_bytes', b.now)
+    elseif p.max_weight and w.weight + e.weight > p.max_weight then
+      close_window(b, 'max_weight', b.now)
+    end
+  end
+  if not b.window then
+    open_window(b, e)
+  end
+  local taken, position, reason = append(b, e, late, revised, reconciled)
+  count(revised and 'revised' or 'accepted')
+  if late then
+    count('late')
+  end
+  return revised and 'r' or 'a', taken.id, taken.version, position, late, reason
 end
 
 -- One event. Returns outcome letter, window id, version, position, late, own reason, code.
@@ -367,28 +397,7 @@ local function judge(b, e, p)
     return refuse(code)
   end
 
-  if w and p.change == 's' and tonumber(e.pv) > tonumber(w.pv) then
-    close_window(b, 'policy_change', b.now)
-  end
-  w = b.window
-  if w and has_flag(p, e.kind, 's') then
-    close_window(b, 'starter', b.now)
-  elseif w and w.ids > 0 then
-    if bytes_with(w, e) > p.max_bytes then
-      close_window(b, 'max_bytes', b.now)
-    elseif p.max_weight and w.weight + e.weight > p.max_weight then
-      close_window(b, 'max_weight', b.now)
-    end
-  end
-  if not b.window then
-    open_window(b, e)
-  end
-  local taken, position, reason = append(b, e, rule ~= nil, revised)
-  count(revised and 'revised' or 'accepted')
-  if rule then
-    count('late')
-  end
-  return revised and 'r' or 'a', taken.id, taken.version, position, rule ~= nil, reason
+  return take_in(b, e, p, rule ~= nil, revised)
 end
 
 local function judge_group(key, flow, n, first)
