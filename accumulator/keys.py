@@ -106,9 +106,44 @@ def manifests(prefix: str, bucket_key: str) -> str:
     return f"{prefix}manifests:{bucket_key}"
 
 
-def ready(prefix: str, sink: str) -> str:
-    """List: manifests of a sink whose turn has come."""
-    return f"{prefix}ready:{sink}"
+def ready(prefix: str, sink: str, tenant: str) -> str:
+    """List: manifests of a tenant and a sink whose turn has come."""
+    return f"{prefix}ready:{sink}:{tenant}"
+
+
+def tenants(prefix: str, sink: str) -> str:
+    """List: tenants that have manifests of a sink ready, in the order they are served."""
+    return f"{prefix}tenants:{sink}"
+
+
+def inflight(prefix: str) -> str:
+    """Hash: tenant → manifests dispatched or processing."""
+    return f"{prefix}inflight"
+
+
+def attention(prefix: str) -> str:
+    """Sorted set: manifests that wait for somebody, by since when."""
+    return f"{prefix}attention"
+
+
+def unrecorded(prefix: str) -> str:
+    """Set: settled manifests whose ids and digests are not written into them yet."""
+    return f"{prefix}unrecorded"
+
+
+def effects(prefix: str, window_id: str) -> str:
+    """Hash: the ledger of a manifest's effects."""
+    return f"{prefix}effects:{window_id}"
+
+
+def stages(prefix: str, window_id: str) -> str:
+    """Hash: what the stages of a manifest's handler made, as JSON."""
+    return f"{prefix}stages:{window_id}"
+
+
+def checkpoint(prefix: str, bucket_key: str) -> str:
+    """What the bucket's last window left for its next one."""
+    return f"{prefix}checkpoint:{bucket_key}"
 
 
 def policy(prefix: str, flow: str) -> str:

@@ -11,6 +11,7 @@ from base64 import urlsafe_b64encode
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import NamedTuple
 
 import orjson
 
@@ -35,32 +36,33 @@ class StoredEvent:
     revised: bool
 
 
+class Entry(NamedTuple):
+    """What stays of a window's entry when its payload goes: id, content digest, `received_at` (ms), whether it came
+    late or revised an earlier version, and the reference to the authorised record (None: none was given)."""
+
+    event_id: str
+    content_digest: str
+    received_at: int
+    late: bool
+    revised: bool
+    ref: str | None
+
+
 @dataclass(frozen=True)
 class Contents:
-    """What a window's log holds: `entries` in order of acceptance, retracted ones left out."""
+    """What a window's log holds: `events` in order of acceptance, retracted ones left out, and ids retracted, in
+    order."""
 
-    entries: tuple[StoredEvent, ...] = ()
+    events: tuple[StoredEvent, ...] = ()
     retracted_event_ids: tuple[str, ...] = ()
 
     @property
-    def event_ids(self) -> tuple[str, ...]:
-        """In order of acceptance, each once."""
-        return tuple(dict.fromkeys(e.event.event_id for e in self.entries))
-
-    @property
-    def late_event_ids(self) -> tuple[str, ...]:
-        """Each once, in the order of its first late entry."""
-        return tuple(dict.fromkeys(e.event.event_id for e in self.entries if e.late))
-
-    @property
-    def revised_event_ids(self) -> tuple[str, ...]:
-        """Each once, in the order of its first revising entry."""
-        return tuple(dict.fromkeys(e.event.event_id for e in self.entries if e.revised))
-
-    @property
-    def digest(self) -> str:
-        """Digest over the (event_id, content_digest) pairs, in order; see :func:`pairs_digest`."""
-        return pairs_digest((e.event.event_id, e.event.content_digest) for e in self.entries)
+    def record(self) -> tuple[Entry, ...]:
+        """The same without payloads."""
+        return tuple(
+            Entry(e.event.event_id, e.event.content_digest, e.received_at, e.late, e.revised, e.event.ref)
+            for e in self.events
+        )
 
 
 def pairs_digest(pairs: Iterable[tuple[str, str]]) -> str:
@@ -101,8 +103,10 @@ class Manifest:
     """A closed window, frozen. Instants are ms since the epoch; `limits` holds the instant of each limit as it stood
     (``max_age``, and where they applied ``inactivity``, ``hold``, ``cutoff``, ``deadline``, ``terminal``).
 
-    `events` holds the window's entries where they were read along. `digest` can be recomputed from them with
-    :func:`pairs_digest`.
+    `record` says what it holds, entry by entry, and stays; `events` are the same entries with their payloads, empty
+    once these went. `digest` can be recomputed from either with :func:`pairs_digest`. `timeline` has an (instant,
+    state, attempt, cause) for each transition after the closing. `joined` are the manifests handed over with this one,
+    `leader` the one that this one was handed over with.
     """
 
     bucket_key: str
@@ -132,8 +136,14 @@ class Manifest:
     limits: dict[str, int]
     state: str
     attempt: int
+    failures: int = 0
     anomaly: str | None = None
+    error: str | None = None
+    approved_by: str | None = None
+    joined: tuple[str, ...] = ()
+    leader: str | None = None
     timeline: tuple[tuple[int, str, int, str], ...] = ()
+    record: tuple[Entry, ...] = field(default=(), repr=False)
     events: tuple[StoredEvent, ...] = field(default=(), repr=False)
 
     @property
@@ -159,16 +169,22 @@ def read_manifest(window_id: str, fields: dict[bytes, bytes], contents: Contents
         return int(fields[name])
 
     try:
+        record, retracted = contents.record, contents.retracted_event_ids
+        recorded = b"digest" in fields
+        if recorded and not contents.events:
+            record = tuple(_read_entry(fields[b"e%d" % n]) for n in _numbered(fields, b"e"))
+            retracted = tuple(fields[b"x%d" % n].decode() for n in _numbered(fields, b"x"))
         versions = {int(v) for v in fields.get(b"pvs", fields[b"pv"]).split()}
         limits = {
             name.removesuffix(b"_at").decode(): int(value) for name, value in fields.items() if name.endswith(b"_at")
         }
         steps = [fields[b"step%d" % n].decode().split(" ", 3) for n in range(1, int(fields.get(b"steps", 0)) + 1)]
-        anomaly = None
+        anomaly = fields.get(b"anomaly", b"").decode() or None
         if b"lost" in fields:
             anomaly = "events_missing"
-        elif len(contents.entries) != number(b"entries"):
+        elif len(record) != number(b"entries"):
             anomaly = "events_incomplete"
+        text = {name: fields[name].decode() for name in (b"prev", b"error", b"approved", b"leader") if name in fields}
         return Manifest(
             bucket_key=fields[b"bucket"].decode(),
             window_id=window_id,
@@ -179,7 +195,7 @@ def read_manifest(window_id: str, fields: dict[bytes, bytes], contents: Contents
             closed_at=number(b"closed"),
             sealed_at=number(b"sealed"),
             close_reason=fields[b"reason"].decode(),
-            event_ids=contents.event_ids,
+            event_ids=tuple(dict.fromkeys(e.event_id for e in record)),
             event_count=number(b"ids"),
             entries=number(b"entries"),
             bytes=number(b"bytes"),
@@ -187,19 +203,37 @@ def read_manifest(window_id: str, fields: dict[bytes, bytes], contents: Contents
             policy_version=number(b"pv"),
             policy_versions=tuple(sorted(versions)),
             flow_policy=number(b"policy"),
-            late_event_ids=contents.late_event_ids,
-            revised_event_ids=contents.revised_event_ids,
-            retracted_event_ids=contents.retracted_event_ids,
+            late_event_ids=tuple(dict.fromkeys(e.event_id for e in record if e.late)),
+            revised_event_ids=tuple(dict.fromkeys(e.event_id for e in record if e.revised)),
+            retracted_event_ids=retracted,
             duplicates=int(fields.get(b"dups", 0)),
-            previous_window_id=fields[b"prev"].decode() if b"prev" in fields else None,
+            previous_window_id=text.get(b"prev"),
             relation=RELATIONS[fields[b"relation"].decode()],
-            digest=contents.digest,
+            digest=fields[b"digest"].decode() if recorded else pairs_digest(entry[:2] for entry in record),
             limits=limits,
             state=fields[b"state"].decode(),
             attempt=int(fields.get(b"attempt", 0)),
+            failures=int(fields.get(b"failures", 0)),
             anomaly=anomaly,
+            error=text.get(b"error"),
+            approved_by=text.get(b"approved"),
+            joined=tuple(fields.get(b"joined", b"").decode().split()),
+            leader=text.get(b"leader"),
             timeline=tuple((int(at), state, int(attempt), cause) for at, state, attempt, cause in steps),
-            events=contents.entries,
+            record=record,
+            events=contents.events,
         )
     except (KeyError, ValueError) as problem:
         raise InternalError(f"manifest {window_id} can't be read: {type(problem).__name__}") from None
+
+
+def _numbered(fields: dict[bytes, bytes], letter: bytes) -> list[int]:
+    return sorted(int(name[1:]) for name in fields if name[:1] == letter and name[1:].isdigit())
+
+
+def _read_entry(text: bytes) -> Entry:
+    digest, received_at, flags, length, rest = text.split(b" ", 4)
+    event_id, ref = rest[: int(length)], rest[int(length) :]
+    return Entry(
+        event_id.decode(), digest.decode(), int(received_at), b"l" in flags, b"r" in flags, ref.decode() or None
+    )

@@ -7,7 +7,7 @@ scripts and reply shapes, and neither sockets nor ``await``.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final, NamedTuple
@@ -21,7 +21,7 @@ from accumulator.errors import (
     NamespaceMismatch,
     UnknownFlow,
 )
-from accumulator.manifest import RELATIONS, Contents, Manifest, StoredEvent, read_manifest, replay
+from accumulator.manifest import RELATIONS, Contents, Entry, Manifest, StoredEvent, read_manifest, replay
 from accumulator.policy import Policy
 from accumulator.store import Call, Operation, Reply, answer, as_pairs, as_stream
 
@@ -188,6 +188,27 @@ class Taken(NamedTuple):
     window_id: str
     attempt: int
     bucket_key: str
+
+
+class Grant(NamedTuple):
+    """Whether an attempt may run, the manifest's state, how often it failed so far, and the manifests handed over with
+    it, which share its fate."""
+
+    granted: bool
+    state: str
+    failures: int
+    joined: tuple[str, ...]
+
+
+class Effect(NamedTuple):
+    """An entry of a manifest's ledger: `state` begun, uncertain or confirmed, since `at` (ms) in `attempt`; `result` is
+    JSON, or empty."""
+
+    name: str
+    state: str
+    attempt: int
+    at: int
+    result: str
 
 
 class Tick(NamedTuple):
@@ -620,7 +641,7 @@ class Operations:
         prefix = self.prefix_of(bucket_key)
         replies = yield [Call(("GET", keys.kept(prefix, bucket_key)))]
         contents = yield from self._contents(keys.events(prefix, bucket_key), bucket_key, answer(replies[0]))
-        return contents.entries
+        return contents.events
 
     def _contents(self, stream: str, bucket_key: str, kept: bytes | None) -> Operation[Contents]:
         log = []
@@ -693,33 +714,179 @@ class Operations:
         replies = yield [Call(("ZRANGE", keys.timers(prefix), 0, 0, "WITHSCORES")) for prefix in self.prefixes]
         return [int(float(found[0][1])) if (found := as_pairs(reply)) else None for reply in replies]
 
-    def take(self, partition: int, sink: str, count: int, watch_ms: int) -> Operation[list[Taken]]:
-        """Takes manifests of a sink whose turn has come; each is put back where it does not begin in time."""
+    def take(
+        self, partition: int, sink: str, count: int, watch_ms: int, limits: Mapping[str | None, int] | None = None
+    ) -> Operation[list[Taken]]:
+        """Takes manifests of a sink whose turn has come, tenants in turn; each is put back where it does not begin in
+        time. `limits`: tenant → how many of it may be in flight in this partition; None stands for the others."""
         yield from self.connect()
-        replies = yield [self._script("take", self.prefixes[partition], sink, count, watch_ms)]
+        given = dict(limits or {})
+        default = given.pop(None, "")
+        pairs = [part for tenant, limit in given.items() for part in (tenant, limit)]
+        replies = yield [self._script("take", self.prefixes[partition], sink, count, watch_ms, default, *pairs)]
         flat = answer(replies[0])
         return [Taken(flat[i].decode(), int(flat[i + 1]), flat[i + 2].decode()) for i in range(0, len(flat), 3)]
 
     def waiting(self, sink: str) -> Operation[list[int]]:
-        """How many manifests of a sink are ready, for each partition."""
+        """How many tenants have manifests of a sink ready, for each partition."""
         yield from self.connect()
-        replies = yield [Call(("LLEN", keys.ready(prefix, sink))) for prefix in self.prefixes]
+        replies = yield [Call(("LLEN", keys.tenants(prefix, sink))) for prefix in self.prefixes]
         return [int(answer(reply)) for reply in replies]
 
-    def begin(self, window_id: str, attempt: int, token: str, lease_ms: int) -> Operation[bool]:
-        """Whether this attempt may run: granted once, to one token."""
+    def in_flight(self) -> Operation[list[dict[str, int]]]:
+        """Tenant → how many of its manifests are dispatched or processing, for each partition."""
         yield from self.connect()
-        prefix = self.prefix_of_window(window_id)
-        replies = yield [self._script("begin", prefix, window_id, attempt, token, lease_ms)]
-        return bool(answer(replies[0])[0] == b"granted")
+        replies = yield [Call(("HGETALL", keys.inflight(prefix))) for prefix in self.prefixes]
+        return [{tenant.decode(): int(n) for tenant, n in as_pairs(reply)} for reply in replies]
 
-    def settle(self, window_id: str, token: str, state: str, cause: str, delay_ms: int = 0) -> Operation[bool]:
-        """Ends an attempt: `confirmed`, `retrying` after `delay_ms`, or `dead`. False where the token has no say any
-        more."""
+    def begin(self, window_id: str, attempt: int, token: str, lease_ms: int, most: int) -> Operation[Grant]:
+        """Asks for an attempt: granted once, to one token, for `lease_ms`. `most`: failures the handler allows."""
         yield from self.connect()
         prefix = self.prefix_of_window(window_id)
-        replies = yield [self._script("settle", prefix, window_id, token, state, cause, delay_ms)]
-        return bool(answer(replies[0])[0] == b"done")
+        replies = yield [self._script("begin", prefix, window_id, attempt, token, lease_ms, most)]
+        granted, state, failures, joined = answer(replies[0])
+        return Grant(granted == b"granted", state.decode(), int(failures), tuple(joined.decode().split()))
+
+    def settle(
+        self,
+        window_id: str,
+        token: str,
+        ending: str,
+        cause: str,
+        delay_ms: int = 0,
+        error: str = "",
+        checkpoint: str = "",
+    ) -> Operation[str]:
+        """Ends an attempt, see lua/settle.lua for the endings. ``done``; or ``refused`` where the token has no say any
+        more, ``effects_begun`` or ``no_newer_window`` where it can't give way."""
+        yield from self.connect()
+        prefix = self.prefix_of_window(window_id)
+        replies = yield [
+            self._script("settle", prefix, window_id, token, ending, cause, delay_ms, error[:2000], checkpoint)
+        ]
+        return str(answer(replies[0])[0].decode())
+
+    def effect(
+        self, window_id: str, token: str, name: str, step: str, nonce: str, result: str = ""
+    ) -> Operation[tuple[str, str]]:
+        """A step in the ledger of effects, see lua/effect.lua: the answer, and the recorded result as JSON."""
+        yield from self.connect()
+        prefix = self.prefix_of_window(window_id)
+        replies = yield [self._script("effect", prefix, window_id, token, name, step, nonce, result)]
+        told, recorded = answer(replies[0])
+        return told.decode(), recorded.decode()
+
+    def effects(self, window_id: str) -> Operation[list[Effect]]:
+        """The ledger of a manifest's effects, by name."""
+        yield from self.connect()
+        replies = yield [Call(("HGETALL", keys.effects(self.prefix_of_window(window_id), window_id)))]
+        found = []
+        for name, value in as_pairs(replies[0]):
+            state, attempt, at, _, result = value.decode().split(" ", 4)
+            found.append(Effect(name.decode(), state, int(attempt), int(at), result))
+        return sorted(found)
+
+    def save_stage(self, window_id: str, token: str, stage: str, result: str) -> Operation[bool]:
+        """Keeps a stage's result (JSON); False where the token has no say any more."""
+        yield from self.connect()
+        prefix = self.prefix_of_window(window_id)
+        replies = yield [self._script("stage", prefix, window_id, token, stage, result)]
+        return bool(answer(replies[0]) == b"done")
+
+    def stages(self, window_id: str) -> Operation[dict[str, str]]:
+        """Stage → its result as JSON, of those that were kept."""
+        yield from self.connect()
+        replies = yield [Call(("HGETALL", keys.stages(self.prefix_of_window(window_id), window_id)))]
+        return {stage.decode(): value.decode() for stage, value in as_pairs(replies[0])}
+
+    def checkpoint(self, bucket_key: str) -> Operation[tuple[int, str] | None]:
+        """The bucket's last checkpoint: version of the window that left it, and its JSON."""
+        yield from self.connect()
+        replies = yield [Call(("GET", keys.checkpoint(self.prefix_of(bucket_key), bucket_key)))]
+        kept = answer(replies[0])
+        if kept is None:
+            return None
+        version, _, value = kept.decode().partition(" ")
+        return int(version), value
+
+    def newest_version(self, bucket_key: str) -> Operation[int]:
+        """The version of the bucket's newest window, open or closed."""
+        yield from self.connect()
+        replies = yield [Call(("HMGET", keys.bucket(self.prefix_of(bucket_key), bucket_key), "open", "prev"))]
+        open_, prev = answer(replies[0])
+        return int(open_.split(b" ")[1]) if open_ else int(prev.split(b" ")[0]) if prev else 0
+
+    def record(self, manifest: Manifest) -> Operation[None]:
+        """Writes ids, digests and flags into the manifest, where they outlive its payloads."""
+        yield from self.connect()
+        prefix = self.prefix_of_window(manifest.window_id)
+        entries = [
+            f"{e.content_digest} {e.received_at} {_flags(e)} {len(e.event_id.encode())} {e.event_id}{e.ref or ''}"
+            for e in manifest.record
+        ]
+        retracted = manifest.retracted_event_ids
+        replies = yield [
+            self._script(
+                "record", prefix, manifest.window_id, manifest.digest, manifest.anomaly or "", len(retracted),
+                *retracted, *entries,
+            )
+        ]  # fmt: skip
+        answer(replies[0])
+
+    def unrecorded(self, count: int = 1000) -> Operation[list[str]]:
+        """Settled manifests without a record of their ids, up to `count` of each partition."""
+        yield from self.connect()
+        replies = yield [Call(("SRANDMEMBER", keys.unrecorded(prefix), count)) for prefix in self.prefixes]
+        return [window_id.decode() for reply in replies for window_id in answer(reply) or []]
+
+    # --- what people decide ---
+
+    def attention(self) -> Operation[list[str]]:
+        """Window ids of the manifests that wait for somebody (awaiting_approval, uncertain, dead, reconciling), the
+        longest first."""
+        yield from self.connect()
+        replies = yield [Call(("ZRANGE", keys.attention(prefix), 0, -1, "WITHSCORES")) for prefix in self.prefixes]
+        found = [(float(at), window_id.decode()) for reply in replies for window_id, at in as_pairs(reply)]
+        return [window_id for _, window_id in sorted(found)]
+
+    def decide(
+        self, window_id: str, decision: str, who: str, why: str, effects: str = ""
+    ) -> Operation[tuple[str, str]]:
+        """A person's decision on a manifest, see lua/decide.lua: ``done``, ``wrong_state`` or ``missing``, and the
+        state it is in."""
+        _person(who, why)
+        yield from self.connect()
+        prefix = self.prefix_of_window(window_id)
+        replies = yield [self._script("decide", prefix, window_id, decision, who, why, effects)]
+        told, state = answer(replies[0])
+        return told.decode(), state.decode()
+
+    def resolve(self, item: ReconcileItem, decision: str, who: str, why: str) -> Operation[Receipt | None]:
+        """Takes an event out of the reconciliation queue: ``accept`` (into the bucket's next window; its receipt) or
+        ``discard``. None where the item is not there any more, or is discarded."""
+        _person(who, why)
+        yield from self.connect()
+        event = item.event
+        replies = yield [
+            self._script(
+                "resolve", self.prefix_of(event.bucket_key), self._nonce(6), "", "", item.item_id, decision, who, why,
+                event.bucket_key, *event.packed[:4],
+            )
+        ]  # fmt: skip
+        _, text = answer(replies[0])
+        return _receipt(event, event.bucket_key, text) if text else None
+
+
+def _flags(entry: Entry) -> str:
+    return ("l" * entry.late + "r" * entry.revised).ljust(1, "-")
+
+
+def _person(who: object, why: object) -> None:
+    for field, value, most in (("by", who, 200), ("reason", why, 1000)):
+        if not isinstance(value, str) or not value.strip() or len(value) > most:
+            raise InvalidInput(field, f"must be 1 to {most} characters")
+        if any(ord(character) < 32 for character in value):
+            raise InvalidInput(field, "must not contain control characters")
 
 
 def _read_tick(reply: Reply) -> Tick:
@@ -738,19 +905,23 @@ def _read_group(group: _Group, reply: Reply, receipts: list[Receipt | None]) -> 
             position += 1
         return
     for i, event, text in zip(group.indices, group.events, reply[1:], strict=True):
-        letter, window_id, version, position, late, reason, code, *closed = text.decode().split(" ")
-        if letter not in _OUTCOMES:
-            raise InternalError(f"accept answers with an unknown outcome {letter!r}")
-        receipts[i] = Receipt(
-            _OUTCOMES[letter],
-            event.event_id,
-            key,
-            None if window_id == "-" else window_id,
-            int(version) or None,
-            int(position) or None,
-            late == "1",
-            None if reason == "-" else reason,
-            None if code == "-" else code,
-            letter == "k",
-            _closed(text.encode() for text in closed),
-        )
+        receipts[i] = _receipt(event, key, text)
+
+
+def _receipt(event: Event, bucket_key: str, text: bytes) -> Receipt:
+    letter, window_id, version, position, late, reason, code, *closed = text.decode().split(" ")
+    if letter not in _OUTCOMES:
+        raise InternalError(f"accept answers with an unknown outcome {letter!r}")
+    return Receipt(
+        _OUTCOMES[letter],
+        event.event_id,
+        bucket_key,
+        None if window_id == "-" else window_id,
+        int(version) or None,
+        int(position) or None,
+        late == "1",
+        None if reason == "-" else reason,
+        None if code == "-" else code,
+        letter == "k",
+        _closed(text.encode() for text in closed),
+    )

@@ -403,7 +403,7 @@ class Policy(BaseModel):
     def rules(self) -> str:
         """What the scripts read: tokens and single spaces; ``-`` is none, ``1`` and ``0`` are yes and no."""
         listed = bool(self.terminal_kinds or self.starter_kinds or self.kinds or self.requery_kinds)
-        # What the fast path of accept needs to know: 0 nothing for it, 1 plain, 2 if the kinds are ordinary, 3 if listed.
+        # For the fast path of accept: 0 none, 1 always, 2 where the kinds are ordinary, 3 where they are listed too.
         plain = 0
         if self.order_by is None and self.keep == "all" and not self.cutoffs:
             plain = 1 if not listed else 2 if self.kinds is None else 3
@@ -433,6 +433,8 @@ class Policy(BaseModel):
             bool(self.cutoffs),
             _LETTER[self.handover],
             self.sink,
+            self.payload_ttl,
+            self.metadata_ttl,
         ]
         return " ".join("-" if t is None else t if isinstance(t, str) else str(int(t)) for t in tokens)
 

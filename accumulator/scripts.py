@@ -16,13 +16,18 @@ from importlib.resources import files
 NAMES = (
     "accept",
     "begin",
+    "decide",
+    "effect",
     "flush",
     "hold",
     "load_policy",
     "number_policy",
+    "record",
+    "resolve",
     "retract",
     "settle",
     "show",
+    "stage",
     "take",
     "tick",
 )

@@ -21,7 +21,7 @@ from accumulator.embedded import EmbeddedServer
 from accumulator.envelope import Event
 from accumulator.errors import AccumulatorError, InvalidInput, InvalidScenario, UnknownFlow
 from accumulator.operations import Operations, Outcome, Receipt
-from accumulator.policy import Policy, duration_option, shown
+from accumulator.policy import MAX_DURATION_MS, Policy, duration_option, shown
 from accumulator.settings import load_yaml
 from accumulator.store import Store
 
@@ -158,7 +158,7 @@ class _Run:
 
     def run(self) -> Answer:
         for flow, policy in _policies(self.scenario.get("policies", {})).items():
-            self.accumulator.load_policy(flow, policy)
+            self._load(flow, policy)
         at = 0
         for index, given in enumerate(_list(self.scenario.get("steps", []), "steps")):
             step = _mapping(given, "step", index)
@@ -180,6 +180,11 @@ class _Run:
         self.now = self.start + end
         return self._answer()
 
+    def _load(self, flow: str, policy: Policy) -> None:
+        # What a scenario asks for at its end must be there, however long it runs.
+        lasting = dict.fromkeys(("payload_ttl", "metadata_ttl", "dedupe_ttl"), MAX_DURATION_MS)
+        self.accumulator.load_policy(flow, policy.model_copy(update=lasting))
+
     def _step(self, index: int, action: str, given: object, at: int) -> None:
         try:
             if action == "push":
@@ -188,7 +193,7 @@ class _Run:
                 self.receipts += zip(events, self.accumulator.push_many(events), strict=True)
             elif action == "policy":
                 for flow, policy in _policies(given, index).items():
-                    self.accumulator.load_policy(flow, policy)
+                    self._load(flow, policy)
             else:
                 fields = _mapping(given, action, index)
                 optional = {

@@ -3,24 +3,27 @@
 --
 -- parts: clock, window, manifest
 -- KEYS[1] -> <ns>:{<p>}:timers
--- derived -> <ns>:{<p>}: manifest:<w> policy:<flow> stats
+-- derived -> <ns>:{<p>}: manifest:<w> bucket:<k> policy:<flow> inflight outbox attention stats
 -- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere
 -- ARGV[2] -> window_id
 -- ARGV[3] -> attempt
 -- ARGV[4] -> token that will fence this attempt, 16 characters [0-9a-z]
 -- ARGV[5] -> lease, ms
--- reply   -> {'granted'|'refused', state or ''}; the same token asking again is granted again
+-- ARGV[6] -> how many failures the handler allows
+-- reply   -> {'granted'|'refused', state or '', failures so far, manifests handed over with it, 'id id ...'}; the same
+--            token asking again is granted again
 -- cost    -> O(log timers)
 
 local m = load_manifest(ARGV[2])
 local granted = false
-if m.state == 'dispatched' and m.attempt == tonumber(ARGV[3]) then
+if m.state == 'dispatched' and m.attempt == tonumber(ARGV[3]) and not m.leader then
   granted = true
-  move(m, 'processing', 'begun', 'token', ARGV[4])
+  m.most = tonumber(ARGV[6])
+  move(m, 'processing', 'begun', 'token', ARGV[4], 'lease', now + ARGV[5], 'most', m.most)
   put('ZADD', KEYS[1], now + ARGV[5], 'm:' .. m.id)
 elseif m.state == 'processing' and m.token == ARGV[4] then
   granted = true
 end
 commit()
 finish()
-return { granted and 'granted' or 'refused', m.state or '' }
+return { granted and 'granted' or 'refused', m.state or '', m.failures, m.joined or '' }

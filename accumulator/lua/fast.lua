@@ -2,18 +2,9 @@
 -- close nothing. It decides on the group's summary; every other group is left in `slow` for the steps of SPEC.md
 -- section 4, which would give the same outcome. All reads come before the first write: nothing here is undone
 -- when a later group fails.
-local nonce = ARGV[2]
 local groups = tonumber(ARGV[5])
 local replies, latest, plans, slow = {}, {}, {}, {}
-local opened, accepted = 0, 0
-local partition = format('%03x', match(prefix, '{(%d+)}'))
-
--- Unique for ever, by the instant and the caller's nonce; names the partition, so that a manifest is found by it.
-local function window_id(instant)
-  opened = opened + 1
-  return format('%011x', instant) .. partition .. nonce .. (opened > 1 and opened or '')
-end
-
+local accepted = 0
 -- Whether no event of the group is of a kind that closes, opens or is refused.
 local function all_ordinary(policy, n, first)
   for i = 0, n - 1 do

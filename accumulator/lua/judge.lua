@@ -68,6 +68,9 @@ local function remember(b, e, p, version)
     b.since, b.remembered = b.now, 0
   end
   b.remembered = math.max(b.remembered, b.now + p.dedupe_ttl)
+  if not version and not b.window and not b.prev then
+    put('ZADD', KEYS[1], b.remembered, 'r:' .. b.key)
+  end
   b.written = true
   put('HSET', prefix .. 'ids:' .. b.key, e.id, known_text(k))
 end
@@ -191,6 +194,7 @@ local function open_window(b, e)
     local number = (tonumber(match(b.older or '', '(%d+):%d+:%d+$')) or 0) + 1
     put('RENAME', prefix .. 'ids:' .. b.key, prefix .. 'ids.' .. number .. ':' .. b.key)
     b.older = (b.older and b.older .. ' ' or '') .. number .. ':' .. b.remembered .. ':' .. b.version
+    put('ZADD', KEYS[1], b.remembered, 'r:' .. b.key)
     b.since = b.now
   end
   if not b.since then
@@ -276,7 +280,7 @@ end
 local function queue(b, e, code, known)
   put('XADD', prefix .. 'reconcile', shared_id(), 'at', b.now, 'code', code, 'bucket_key', b.key, 'event_id', e.id,
     'digest', e.digest, 'known', known or '', 'window', b.window and b.window.version or 0, 'envelope', e.envelope)
-  queued = queued + 1
+  queued, b.queued = queued + 1, (b.queued or 0) + 1
 end
 
 -- Steps 7 to 11: room is made, the event joins. Returns outcome letter, window id, version, position, late, own reason.
@@ -400,35 +404,40 @@ local function judge(b, e, p)
   return take_in(b, e, p, rule ~= nil, revised)
 end
 
+local function parse_event(a)
+  local occurred, source_version, pv, deadline, weight, size, cut, kind_bytes, rest =
+    match(ARGV[a + 2], '^(%d+) (%S+) (%d+) (%S+) (%d+) (%d+) (%d+) (%d+) (.*)$')
+  return {
+    id = ARGV[a], digest = match(ARGV[a + 1], '^%d+ %S+ (%S+)'), occurred = occurred, source_version = source_version,
+    pv = pv, deadline = tonumber(deadline), weight = tonumber(weight), size = tonumber(size), cut = tonumber(cut),
+    kind = string.sub(rest, 1, kind_bytes), source = string.sub(rest, kind_bytes + 1), envelope = ARGV[a + 3],
+  }
+end
+
+-- An event's answer: what judge or take_in returned, and the windows closed since the last answer.
+local function told(b, outcome, window, version, position, late, reason, code)
+  local answer = outcome .. ' ' .. (window or '-') .. ' ' .. (version or 0) .. ' ' .. (position or 0) .. ' '
+    .. (late and 1 or 0) .. ' ' .. (reason or '-') .. ' ' .. (code or '-')
+  for j = 1, #b.closed do
+    answer = answer .. ' ' .. b.closed[j]
+  end
+  b.closed = {}
+  return answer
+end
+
 local function judge_group(key, flow, n, first)
   local b = load_bucket(key)
   b.orders = {}
   local events, wanted = {}, {}
   for i = 1, n do
-    local a = first + 4 * i - 4
-    local digest = match(ARGV[a + 1], '^%d+ %S+ (%S+)')
-    local occurred, source_version, pv, deadline, weight, size, cut, kind_bytes, rest =
-      match(ARGV[a + 2], '^(%d+) (%S+) (%d+) (%S+) (%d+) (%d+) (%d+) (%d+) (.*)$')
-    events[i] = {
-      id = ARGV[a], digest = digest, occurred = occurred, source_version = source_version, pv = pv,
-      deadline = tonumber(deadline), weight = tonumber(weight), size = tonumber(size), cut = tonumber(cut),
-      kind = string.sub(rest, 1, kind_bytes), source = string.sub(rest, kind_bytes + 1), envelope = ARGV[a + 3],
-    }
-    wanted[i] = ARGV[a]
+    events[i] = parse_event(first + 4 * i - 4)
+    wanted[i] = events[i].id
   end
   b.known = lookup_ids(b, wanted)
   expire(b)
   local answers = { '*' }
   for i = 1, n do
-    local p = b.window and b.window.policy or policy_of(flow)
-    local outcome, window, version, position, late, reason, code = judge(b, events[i], p)
-    local answer = outcome .. ' ' .. (window or '-') .. ' ' .. (version or 0) .. ' ' .. (position or 0) .. ' '
-      .. (late and 1 or 0) .. ' ' .. (reason or '-') .. ' ' .. (code or '-')
-    for j = 1, #b.closed do
-      answer = answer .. ' ' .. b.closed[j]
-    end
-    b.closed = {}
-    answers[i + 1] = answer
+    answers[i + 1] = told(b, judge(b, events[i], b.window and b.window.policy or policy_of(flow)))
   end
   save_bucket(b)
   commit()

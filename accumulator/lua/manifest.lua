@@ -1,46 +1,76 @@
 -- part manifest: the life of a manifest after its window closed. Fields of the hash manifest:<window_id> that change:
---   state, attempt (from 1), token (fences the attempt that is processing), dispatches (hand-outs of this attempt),
---   steps and step1, step2 ...: the timeline, '<instant> <state> <attempt> <cause>'
-local RELEASES = { confirmed = true, refused = true, discarded = true, superseded = true, dead = true }
+--   state, since (instant of the state), attempt (from 1), failures, most (attempts the handler allows), token (fences
+--   the attempt that is processing), lease (its end), dispatches (hand-outs of this attempt), approved (by whom),
+--   joined (manifests handed over with this one), leader (the one it was handed over with), error;
+--   steps and step1, step2 ...: the timeline, '<instant> <state> <attempt> <cause>';
+--   digest, and e1, e2 ...: '<digest> <flags> <ref?> <event_id>' once it was handed out (record)
+-- Beside it: effects:<window_id>, the ledger, and stages:<window_id>, what the stages of its handler made.
 local SETTLED = { confirmed = true, refused = true, discarded = true, superseded = true, empty = true }
+local RELEASES = { dead = true, uncertain = true, reconciling = true }
+local ATTENTION = { dead = true, uncertain = true, reconciling = true, awaiting_approval = true }
+local IN_FLIGHT = { dispatched = true, processing = true }
 
 local function load_manifest(window_id)
   local m = { id = window_id, name = prefix .. 'manifest:' .. window_id }
-  m.bucket, m.state, m.attempt, m.token, m.dispatches, m.steps, m.policy, m.version =
-    unpack(call('HMGET', m.name, 'bucket', 'state', 'attempt', 'token', 'dispatches', 'steps', 'policy', 'version'))
-  m.attempt, m.dispatches, m.steps = tonumber(m.attempt or 0), tonumber(m.dispatches or 0), tonumber(m.steps or 0)
+  m.bucket, m.state, m.attempt, m.failures, m.token, m.lease, m.dispatches, m.steps, m.policy, m.version, m.joined, m.most,
+    m.leader =
+    unpack(call('HMGET', m.name, 'bucket', 'state', 'attempt', 'failures', 'token', 'lease', 'dispatches', 'steps',
+      'policy', 'version', 'joined', 'most', 'leader'))
+  for _, field in ipairs({ 'attempt', 'failures', 'lease', 'dispatches', 'steps', 'version', 'most' }) do
+    m[field] = tonumber(m[field] or 0)
+  end
   if m.bucket then
-    m.flow = flow_of(m.bucket)
+    m.flow, m.tenant = flow_of(m.bucket), match(m.bucket, '^[^:]+')
     m.rules = policy_of(m.flow, m.policy)
   end
   return m
 end
 
 local function move(m, state, cause, ...)
+  local before = m.state
+  if (IN_FLIGHT[before] or false) ~= (IN_FLIGHT[state] or false) and not m.leader then
+    put('HINCRBY', prefix .. 'inflight', m.tenant, IN_FLIGHT[state] and 1 or -1)
+  end
   m.state, m.steps = state, m.steps + 1
-  put('HSET', m.name, 'state', state, 'attempt', m.attempt, 'steps', m.steps, 'step' .. m.steps,
-    format('%d', now) .. ' ' .. state .. ' ' .. m.attempt .. ' ' .. cause, ...)
+  put('HSET', m.name, 'state', state, 'since', now, 'attempt', m.attempt, 'failures', m.failures, 'steps', m.steps,
+    'step' .. m.steps, format('%d', now) .. ' ' .. state .. ' ' .. m.attempt .. ' ' .. cause, ...)
+  if ATTENTION[state] then
+    put('ZADD', prefix .. 'attention', now, m.id)
+  elseif ATTENTION[before] then
+    put('ZREM', prefix .. 'attention', m.id)
+  end
+  if SETTLED[state] then
+    put('ZREM', prefix .. 'outbox', m.id)
+    put('ZADD', KEYS[1], now + m.rules.payload_ttl, 'p:' .. m.id)
+  end
   count('manifest:' .. state)
-end
-
-local function make_ready(m)
-  put('RPUSH', prefix .. 'ready:' .. m.rules.sink, m.id)
-  wake = now
+  -- Those handed over with it share its fate; one that gave way to a newer window is settled as superseded.
+  for id in string.gmatch(m.joined or '', '%w+') do
+    local other = load_manifest(id)
+    if other.leader == m.id and not SETTLED[other.state] then
+      other.attempt = m.attempt
+      local own = state
+      if state == 'confirmed' and call('HGET', other.name, 'gave_way') then
+        own = 'superseded'
+      end
+      move(other, own, 'with ' .. m.id)
+    end
+  end
 end
 
 -- The bucket's turn passes to its next manifest that waits.
 local function release(m)
-  if m.rules.ordered == '0' or call('HGET', prefix .. 'bucket:' .. m.bucket, 'turn') ~= m.id then
+  if call('HGET', prefix .. 'bucket:' .. m.bucket, 'turn') ~= m.id then
     return
   end
   local from = '(' .. m.version
   while true do
     local page = call('ZRANGE', prefix .. 'manifests:' .. m.bucket, from, '+inf', 'BYSCORE', 'LIMIT', 0, 50, 'WITHSCORES')
     for i = 1, #page, 2 do
-      if call('HGET', prefix .. 'manifest:' .. page[i], 'state') == 'closed' then
+      local next_one = load_manifest(page[i])
+      if next_one.state == 'closed' and next_one.rules.ordered == '1' then
         put('HSET', prefix .. 'bucket:' .. m.bucket, 'turn', page[i])
-        put('RPUSH', prefix .. 'ready:' .. m.rules.sink, page[i])
-        wake = now
+        make_ready(next_one.id, next_one.bucket, next_one.rules)
         return
       end
       from = '(' .. page[i + 1]
@@ -55,30 +85,44 @@ end
 local function leave(m, state, cause, ...)
   move(m, state, cause, ...)
   put('ZREM', KEYS[1], 'm:' .. m.id)
-  if SETTLED[state] then
-    put('ZREM', prefix .. 'outbox', m.id)
-  end
-  if RELEASES[state] then
+  if SETTLED[state] or RELEASES[state] then
     release(m)
   end
 end
 
--- A watch, a lease or a back-off of this manifest ended.
+-- An attempt failed, or died.
+local function fail(m, cause, delay, ...)
+  m.failures = m.failures + 1
+  if m.most > 0 and m.failures >= m.most then
+    leave(m, 'dead', cause, 'token', '', ...)
+  else
+    move(m, 'retrying', cause, 'token', '', ...)
+    put('ZADD', KEYS[1], now + delay, 'm:' .. m.id)
+    wake = math.min(wake or math.huge, now + delay)
+  end
+end
+
+local function holds(m, token)
+  return m.state == 'processing' and m.token == token and now < m.lease
+end
+
+-- A watch, a lease, a back-off or a time limit of this manifest ended.
 local function manifest_timer(window_id)
   local m = load_manifest(window_id)
+  if not m.state then
+    return false
+  end
+  put('ZREM', KEYS[1], 'm:' .. window_id)
   if m.state == 'dispatched' then
-    put('ZREM', KEYS[1], 'm:' .. window_id)
-    make_ready(m) -- the job may be lost; whichever of the two comes first begins
+    make_ready(m.id, m.bucket, m.rules) -- the job may be lost; whichever of the two comes first begins
   elseif m.state == 'processing' then
-    put('ZREM', KEYS[1], 'm:' .. window_id)
-    move(m, 'retrying', 'lease_ended', 'token', '', 'dispatches', 0)
-    make_ready(m)
+    fail(m, 'lease_ended', 0)
   elseif m.state == 'retrying' then
-    put('ZREM', KEYS[1], 'm:' .. window_id)
-    make_ready(m)
-  elseif m.state then
-    put('ZREM', KEYS[1], 'm:' .. window_id)
+    make_ready(m.id, m.bucket, m.rules)
+  elseif m.state == 'awaiting_approval' then
+    move(m, 'awaiting_approval', 'overdue')
+    release(m)
   end
   commit()
-  return m.state
+  return true
 end

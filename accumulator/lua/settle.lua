@@ -1,30 +1,68 @@
 #!lua flags=allow-oom
--- settle: ends an attempt: confirmed, to be retried, or dead.
+-- settle: ends an attempt. What the token may say depends on nothing but its lease: whoever comes late has no say.
 --
 -- parts: clock, window, manifest
 -- KEYS[1] -> <ns>:{<p>}:timers
--- derived -> <ns>:{<p>}: manifest:<w> manifests:<k> bucket:<k> ready:<sink> policy:<flow> outbox stats
+-- derived -> <ns>:{<p>}: manifest:<w> manifests:<k> bucket:<k> effects:<w> checkpoint:<k> policy:<flow> tenants:<sink>
+--            ready:<sink>:<tenant> inflight outbox attention stats
 -- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere
 -- ARGV[2] -> window_id
 -- ARGV[3] -> token of the attempt
--- ARGV[4] -> confirmed | retrying | dead
--- ARGV[5] -> cause: the class of an error, never its text
--- ARGV[6] -> back-off, ms, of retrying; else 0
--- reply   -> {'done'|'refused', state or ''}; the same token saying the same again is done again
+-- ARGV[4] -> confirmed | failed (retrying, or dead after the last failure allowed) | returned (retrying, no failure) |
+--            dead | awaiting_approval | uncertain | reconciling | superseded
+-- ARGV[5] -> cause: one word, such as the class of an error
+-- ARGV[6] -> ms: back-off of failed and returned, time limit of awaiting_approval; else 0
+-- ARGV[7] -> text of the error, without payload; ''
+-- ARGV[8] -> checkpoint for the bucket's next window; ''
+-- reply   -> {'done'|'refused'|'effects_begun'|'no_newer_window', state or ''}
 -- cost    -> O(log timers)
 
 local m = load_manifest(ARGV[2])
+local to, cause, delay = ARGV[4], ARGV[5], tonumber(ARGV[6])
 local answer = 'refused'
-if m.token == ARGV[3] and m.state == 'processing' then
+if holds(m, ARGV[3]) then
   answer = 'done'
-  if ARGV[4] == 'retrying' then
-    move(m, 'retrying', ARGV[5])
-    put('ZADD', KEYS[1], now + ARGV[6], 'm:' .. m.id)
-    wake = now + ARGV[6]
-  else
-    leave(m, ARGV[4], ARGV[5])
+  local extra = { 'settled_by', ARGV[3] }
+  if ARGV[7] ~= '' then
+    extra[3], extra[4] = 'error', ARGV[7]
   end
-elseif m.token == ARGV[3] and m.state == ARGV[4] then
+  if to == 'failed' then
+    fail(m, cause, delay, unpack(extra))
+  elseif to == 'returned' then
+    move(m, 'retrying', cause, 'token', '', unpack(extra))
+    put('ZADD', KEYS[1], now + delay, 'm:' .. m.id)
+    wake = now + delay
+  elseif to == 'awaiting_approval' then
+    move(m, to, cause, 'token', '', unpack(extra))
+    put('ZADD', KEYS[1], now + delay, 'm:' .. m.id)
+  elseif to == 'superseded' then
+    local bucket = prefix .. 'bucket:' .. m.bucket
+    local open = tonumber(match(call('HGET', bucket, 'open') or '', '^%w+ (%d+)') or 0)
+    local closed = tonumber(match(call('HGET', bucket, 'prev') or '', '^(%d+)') or 0)
+    if call('EXISTS', prefix .. 'effects:' .. m.id) == 1 then
+      answer = 'effects_begun'
+    elseif math.max(open, closed) <= m.version then
+      answer = 'no_newer_window'
+    else
+      local joins = call('HGET', bucket, 'joins')
+      local group = (m.joined and m.joined .. ' ' or '') .. m.id
+      for id in string.gmatch(group, '%w+') do
+        put('HSET', prefix .. 'manifest:' .. id, 'gave_way', 1)
+        put('HDEL', prefix .. 'manifest:' .. id, 'leader')
+      end
+      put('HSET', bucket, 'joins', (joins and joins .. ' ' or '') .. group)
+      move(m, 'closed', 'gave_way', 'token', '', unpack(extra))
+      put('HDEL', m.name, 'joined')
+      put('ZREM', KEYS[1], 'm:' .. m.id)
+      release(m)
+    end
+  else
+    if ARGV[8] ~= '' then
+      put('SET', prefix .. 'checkpoint:' .. m.bucket, m.version .. ' ' .. ARGV[8])
+    end
+    leave(m, to, cause, 'token', '', unpack(extra))
+  end
+elseif m.state and call('HGET', m.name, 'settled_by') == ARGV[3] then
   answer = 'done'
 end
 commit()

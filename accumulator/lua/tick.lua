@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- tick: what is due in a partition, a bounded number at a time.
 --
--- parts: clock, window, manifest
+-- parts: clock, window, manifest, retention
 -- KEYS[1] -> <ns>:{<p>}:timers
 -- derived -> as accept, and orphans
 -- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere
@@ -49,8 +49,14 @@ local function handle(member)
     else
       call('ZADD', KEYS[1], due_at(b.window), member)
     end
+  elseif kind == 'm:' then
+    found = manifest_timer(key)
+  elseif kind == 'p:' then
+    found = purge_payloads(key)
+  elseif kind == 'x:' then
+    found = purge_manifest(key)
   else
-    found = kind == 'm:' and manifest_timer(key)
+    found = kind == 'r:' and purge_bucket(key)
   end
   if not found then
     orphan(member)

@@ -12,7 +12,8 @@
 --   ids      '<generation began> <remembered until>'; older: '<number>:<remembered until>:<last version>' of
 --            each older generation
 --   seen     an instant this bucket has seen, where later than its last acceptance
---   turn     the manifest of an ordered bucket that is being processed
+--   turn     the manifest of an ordered bucket that is being processed; joins: those that gave way to the next one
+--   queued   how many of its events wait in the reconciliation queue
 --   flushed  '<nonce> <window_id>' of the last flush that named no version
 --
 -- A script decides on these tables, and writes through `put` when all is decided: Redis undoes nothing.
@@ -76,6 +77,7 @@ local policies = {}
 local function parse_policy(name, version, text)
   local p = { hash = name, version = version }
   local rest
+  p.payload_ttl, p.metadata_ttl = match(text, ' (%d+) (%d+)$')
   p.inactivity, p.max_age, p.max_events, p.max_bytes, p.max_weight, p.max_event_bytes, p.max_delay, p.max_future,
     p.deadline_margin, p.terminal_grace, p.dedupe_ttl, p.busy, rest =
     match(text, '^(%S+) (%d+) (%d+) (%d+) (%S+) (%d+) (%S+) (%S+) (%d+) (%d+) (%d+) (%d+) (.*)$')
@@ -113,6 +115,20 @@ local function policy_of(flow, version)
   return policies[memo]
 end
 
+-- Whose turn has come: ready:<sink>:<tenant> lists a tenant's manifests, tenants:<sink> the tenants that have any, in
+-- the order they are served, so that one tenant's thousands never stand before another's one.
+local listed = {}
+local function make_ready(window_id, bucket_key, rules)
+  local tenant = match(bucket_key, '^[^:]+')
+  local list = prefix .. 'ready:' .. rules.sink .. ':' .. tenant
+  if not listed[list] and call('EXISTS', list) == 0 then
+    put('RPUSH', prefix .. 'tenants:' .. rules.sink, tenant)
+  end
+  listed[list] = true
+  put('RPUSH', list, window_id)
+  wake = math.min(wake or now, now)
+end
+
 local function flow_of(key)
   return match(key, '^[^:]+:([^:]+):')
 end
@@ -145,7 +161,7 @@ local function load_bucket(key)
   for i = 1, #flat, 2 do
     f[flat[i]] = flat[i + 1]
   end
-  b.turn, b.older = f.turn, f.older
+  b.turn, b.older, b.joins, b.queued = f.turn, f.older, f.joins, f.queued
   if f.seen then
     b.now = math.max(b.now, tonumber(f.seen))
   end
@@ -216,7 +232,7 @@ local function save_bucket(b)
   if b.since then
     new.ids = b.since .. ' ' .. b.remembered
   end
-  new.older, new.turn, new.flushed = b.older, b.turn, b.flushed or f.flushed
+  new.older, new.turn, new.joins, new.queued, new.flushed = b.older, b.turn, b.joins, b.queued, b.flushed or f.flushed
   if next(new) and b.now > (w and w.last or 0) then
     new.seen = b.now
   end
@@ -271,7 +287,7 @@ local function close_window(b, reason, closed_at)
     state = 'confirmed'
   end
   local facts = {
-    'bucket', b.key, 'version', w.version, 'state', state, 'opened', w.opened, 'last', w.last, 'closed', closed_at,
+    'bucket', b.key, 'version', w.version, 'state', state, 'since', at, 'opened', w.opened, 'last', w.last, 'closed', closed_at,
     'sealed', at, 'reason', reason, 'entries', w.entries, 'ids', w.ids, 'bytes', w.bytes,
     'weight', format('%.0f', w.weight), 'pv', w.pv, 'policy', p.version, 'relation', w.relation,
     'max_age_at', w.opened + p.max_age,
@@ -299,11 +315,18 @@ local function close_window(b, reason, closed_at)
     handed_over = handed_over + 1
     put('ZADD', prefix .. 'outbox', at, w.id)
     if p.ordered == '0' or not b.turn then
-      put('RPUSH', prefix .. 'ready:' .. p.sink, w.id)
+      make_ready(w.id, b.key, p)
       if p.ordered == '1' then
         b.turn = w.id
       end
-      wake = wake or at
+    end
+  else
+    put('ZADD', KEYS[1], at + p.payload_ttl, 'p:' .. w.id)
+    put('SADD', prefix .. 'unrecorded', w.id)
+    if b.joins and not b.turn then
+      -- The window that others gave way to came to nothing: the last of them is handed over after all.
+      b.turn = match(b.joins, '(%w+)$')
+      make_ready(b.turn, b.key, p)
     end
   end
   if not w.stored then

@@ -1,0 +1,54 @@
+#!lua
+-- resolve: an event that waits in the reconciliation queue joins its bucket's next window, or is discarded; who decided
+-- and why is kept.
+--
+-- parts: clock, naming, window, judge
+-- KEYS[1] -> <ns>:{<p>}:timers
+-- derived -> as accept
+-- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere
+-- ARGV[2] -> nonce of the caller for window ids, 6 characters [0-9a-z]
+-- ARGV[3] -> ''
+-- ARGV[4] -> ''
+-- ARGV[5] -> item id in reconcile
+-- ARGV[6] -> accept | discard
+-- ARGV[7] -> who
+-- ARGV[8] -> why
+-- ARGV[9] -> bucket_key, then event_id, mark, facts, envelope of the item's event, as in accept
+-- reply   -> {'done'|'missing', as accept says of an event, or ''}
+-- cost    -> O(log open windows)
+
+local key, id = ARGV[9], ARGV[10]
+local item = call('XRANGE', prefix .. 'reconcile', ARGV[5], ARGV[5])[1]
+local fields = {}
+for i = 1, item and #item[2] or 0, 2 do
+  fields[item[2][i]] = item[2][i + 1]
+end
+if fields.bucket_key ~= key or fields.event_id ~= id then
+  return { 'missing', '' }
+end
+local b = load_bucket(key)
+b.orders = {}
+expire(b)
+local answer = ''
+if ARGV[6] == 'accept' then
+  local p = b.window and b.window.policy or policy_of(b.flow)
+  local e = parse_event(10)
+  b.known = lookup_ids(b, { id })
+  local k = b.known[id]
+  local revised = k ~= nil and k.first ~= nil
+  if k then
+    k.retracted = false
+  end
+  answer = told(b, take_in(b, e, p, fields.code == 'late' or fields.code == 'too_old', revised, true))
+end
+b.queued = b.queued and tonumber(b.queued) > 1 and b.queued - 1 or nil
+put('XDEL', prefix .. 'reconcile', ARGV[5])
+audit(b.now, ARGV[6] == 'accept' and 'resolved' or 'discarded', key, id, 'code', fields.code, 'by', ARGV[7], 'why', ARGV[8])
+count('resolved')
+if not b.window and not b.prev and not b.queued then
+  put('ZADD', KEYS[1], b.remembered or b.now, 'r:' .. key)
+end
+save_bucket(b)
+commit()
+finish()
+return { 'done', answer }

@@ -1,0 +1,20 @@
+#!lua flags=allow-oom
+-- stage: keeps what a stage of the handler made, so that a retry continues and does not begin anew.
+--
+-- parts: clock, window, manifest
+-- KEYS[1] -> <ns>:{<p>}:timers
+-- derived -> <ns>:{<p>}: manifest:<w> stages:<w> policy:<flow> stats
+-- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere
+-- ARGV[2] -> window_id
+-- ARGV[3] -> token of the attempt
+-- ARGV[4] -> stage
+-- ARGV[5] -> its result as JSON
+-- reply   -> 'done' | 'refused'
+-- cost    -> O(1)
+
+local m = load_manifest(ARGV[2])
+if not holds(m, ARGV[3]) then
+  return 'refused'
+end
+call('HSET', prefix .. 'stages:' .. m.id, ARGV[4], ARGV[5])
+return 'done'
