@@ -6,7 +6,9 @@ scripts and reply shapes, and neither sockets nor ``await``.
 
 from __future__ import annotations
 
+import math
 import secrets
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,7 +23,7 @@ from accumulator.errors import (
     NamespaceMismatch,
     UnknownFlow,
 )
-from accumulator.manifest import RELATIONS, Contents, Entry, Manifest, StoredEvent, read_manifest, replay
+from accumulator.manifest import RELATIONS, Contents, Manifest, StoredEvent, read_manifest, replay
 from accumulator.policy import Policy
 from accumulator.store import Call, Operation, Reply, answer, as_pairs, as_stream
 
@@ -32,6 +34,8 @@ CALL_EVENTS: Final = 500
 CALL_BYTES: Final = 1 << 20
 ROUND_EVENTS: Final = 10_000
 PAGE: Final = 1000
+
+_CEILINGS: Final = {"max_unsettled": (keys.outbox, 1_000_000), "max_reconcile": (keys.reconcile, 100_000)}
 
 
 def _nonce(length: int) -> str:
@@ -191,13 +195,11 @@ class Taken(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """Whether an attempt may run, the manifest's state, how often it failed so far, and the manifests handed over with
-    it, which share its fate."""
+    """What asking for an attempt gave: the `manifest` with its events where it was granted, else None, and the state it
+    is in (empty: there is no such manifest)."""
 
-    granted: bool
     state: str
-    failures: int
-    joined: tuple[str, ...]
+    manifest: Manifest | None
 
 
 class Effect(NamedTuple):
@@ -295,6 +297,9 @@ class Operations:
         self.partitions = 0
         self.prefixes: list[str] = []
         self._flows: set[str] = set()
+        self._ceilings = {name: default for name, (_, default) in _CEILINGS.items()}
+        self._allowances: dict[str, list[int]] | None = None
+        self._counted = -math.inf
 
     # --- the namespace ---
 
@@ -335,6 +340,8 @@ class Operations:
                 f"namespace {self.namespace} is {found[b'mode'].decode()}, this client {mode}: a namespace with a "
                 "virtual clock is for tests and simulation only; use another namespace"
             )
+        for name in _CEILINGS:
+            self._ceilings[name] = int(found.get(name.encode(), self._ceilings[name]))
         self.partitions = there
         self.prefixes = [keys.prefix(self.namespace, p) for p in range(there)]
 
@@ -361,6 +368,41 @@ class Operations:
         """The key, if it is one; raises InvalidEvent."""
         split_bucket_key(bucket_key)
         return bucket_key
+
+    # --- ceilings ---
+
+    def set_ceilings(self, max_unsettled: int, max_reconcile: int) -> Operation[None]:
+        """How many unsettled manifests and reconciliation items the namespace may hold; kept in it, for all clients that
+        connect from now on."""
+        yield from self.connect()
+        self._ceilings = {"max_unsettled": max_unsettled, "max_reconcile": max_reconcile}
+        self._counted = -math.inf
+        pairs = [part for pair in self._ceilings.items() for part in pair]
+        replies = yield [Call(("HSET", keys.meta(self.namespace), *pairs))]
+        answer(replies[0])
+
+    def _measure(self) -> Operation[None]:
+        """Counts what the ceilings bound, once a second, and before each call when one is near. A partition may then
+        hold what it holds plus what the namespace has left; far from the ceilings nothing is passed to the scripts."""
+        if time.monotonic() - self._counted < 1:
+            return
+        replies = yield [
+            Call(("ZCARD" if count is keys.outbox else "XLEN", count(prefix)))
+            for count, _ in _CEILINGS.values()
+            for prefix in self.prefixes
+        ]
+        counts = [int(answer(reply)) for reply in replies]
+        near = False
+        self._allowances = {}
+        for i, name in enumerate(_CEILINGS):
+            own = counts[i * self.partitions : (i + 1) * self.partitions]
+            left = self._ceilings[name] - sum(own)
+            near = near or left < max(1000, self._ceilings[name] // 10)
+            self._allowances[name] = [held + max(left, 0) for held in own]
+        if near:
+            self._counted = -math.inf
+        else:
+            self._counted, self._allowances = time.monotonic(), None
 
     # --- policies ---
 
@@ -459,6 +501,7 @@ class Operations:
         receipts: list[Receipt | None] = [None] * len(events)
         errors: list[AccumulatorError] = []
         for calls in self._calls(events):
+            yield from self._measure()
             replies: list[Reply] = yield [self._accept(p, groups) for p, groups in calls]
             for (_, groups), reply in zip(calls, replies, strict=True):
                 if isinstance(reply, UnknownFlow):
@@ -477,7 +520,10 @@ class Operations:
         arguments: list[Any] = []
         for group in groups:
             arguments += group.encoded()
-        return self._script("accept", self.prefixes[partition], self._nonce(6), "", "", len(groups), *arguments)
+        ceilings: list[int | str] = ["", ""]
+        if self._allowances is not None:
+            ceilings = [allowances[partition] for allowances in self._allowances.values()]
+        return self._script("accept", self.prefixes[partition], self._nonce(6), *ceilings, len(groups), *arguments)
 
     def _calls(self, events: Sequence[Event]) -> Iterable[list[tuple[int, list[_Group]]]]:
         """Rounds of calls, each partition at most once a round, so that a bucket's events keep their order."""
@@ -744,8 +790,16 @@ class Operations:
         yield from self.connect()
         prefix = self.prefix_of_window(window_id)
         replies = yield [self._script("begin", prefix, window_id, attempt, token, lease_ms, most)]
-        granted, state, failures, joined = answer(replies[0])
-        return Grant(granted == b"granted", state.decode(), int(failures), tuple(joined.decode().split()))
+        granted, state, *rest = answer(replies[0])
+        if granted != b"granted":
+            return Grant(state.decode(), None)
+        fields, kept, page = dict(as_pairs(rest[0])), rest[1] or None, as_stream(rest[2])
+        bucket_key = fields[b"bucket"].decode()
+        if len(page) < PAGE:
+            contents = replay(bucket_key, page, kept)
+        else:
+            contents = yield from self._contents(keys.events(prefix, window_id), bucket_key, kept)
+        return Grant(state.decode(), read_manifest(window_id, fields, contents))
 
     def settle(
         self,
@@ -756,14 +810,18 @@ class Operations:
         delay_ms: int = 0,
         error: str = "",
         checkpoint: str = "",
+        manifest: Manifest | None = None,
     ) -> Operation[str]:
-        """Ends an attempt, see lua/settle.lua for the endings. ``done``; or ``refused`` where the token has no say any
+        """Ends an attempt, see lua/settle.lua for the endings; `manifest` is recorded along. ``done``; or ``refused`` where the token has no say any
         more, ``effects_begun`` or ``no_newer_window`` where it can't give way."""
         yield from self.connect()
         prefix = self.prefix_of_window(window_id)
         replies = yield [
-            self._script("settle", prefix, window_id, token, ending, cause, delay_ms, error[:2000], checkpoint)
-        ]
+            self._script(
+                "settle", prefix, window_id, token, ending, cause, delay_ms, error[:2000], checkpoint,
+                *(_record(manifest) if manifest else [""]),
+            )
+        ]  # fmt: skip
         return str(answer(replies[0])[0].decode())
 
     def effect(
@@ -820,17 +878,7 @@ class Operations:
         """Writes ids, digests and flags into the manifest, where they outlive its payloads."""
         yield from self.connect()
         prefix = self.prefix_of_window(manifest.window_id)
-        entries = [
-            f"{e.content_digest} {e.received_at} {_flags(e)} {len(e.event_id.encode())} {e.event_id}{e.ref or ''}"
-            for e in manifest.record
-        ]
-        retracted = manifest.retracted_event_ids
-        replies = yield [
-            self._script(
-                "record", prefix, manifest.window_id, manifest.digest, manifest.anomaly or "", len(retracted),
-                *retracted, *entries,
-            )
-        ]  # fmt: skip
+        replies = yield [self._script("record", prefix, manifest.window_id, *_record(manifest))]
         answer(replies[0])
 
     def unrecorded(self, count: int = 1000) -> Operation[list[str]]:
@@ -877,8 +925,15 @@ class Operations:
         return _receipt(event, event.bucket_key, text) if text else None
 
 
-def _flags(entry: Entry) -> str:
-    return ("l" * entry.late + "r" * entry.revised).ljust(1, "-")
+def _record(manifest: Manifest) -> list[Any]:
+    """A manifest's record, as lua/manifest.lua's write_record reads it."""
+    entries = [
+        f"{e.content_digest} {e.received_at} {('l' * e.late + 'r' * e.revised) or '-'} "
+        f"{len(e.event_id.encode())} {e.event_id}{e.ref or ''}"
+        for e in manifest.record
+    ]
+    retracted = manifest.retracted_event_ids
+    return [manifest.digest, manifest.anomaly or "", len(retracted), *retracted, *entries]
 
 
 def _person(who: object, why: object) -> None:

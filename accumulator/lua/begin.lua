@@ -3,16 +3,16 @@
 --
 -- parts: clock, window, manifest
 -- KEYS[1] -> <ns>:{<p>}:timers
--- derived -> <ns>:{<p>}: manifest:<w> bucket:<k> policy:<flow> inflight outbox attention stats
+-- derived -> <ns>:{<p>}: manifest:<w> events:<w> kept:<w> bucket:<k> policy:<flow> inflight outbox attention stats
 -- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere
 -- ARGV[2] -> window_id
 -- ARGV[3] -> attempt
 -- ARGV[4] -> token that will fence this attempt, 16 characters [0-9a-z]
 -- ARGV[5] -> lease, ms
 -- ARGV[6] -> how many failures the handler allows
--- reply   -> {'granted'|'refused', state or '', failures so far, manifests handed over with it, 'id id ...'}; the same
---            token asking again is granted again
--- cost    -> O(log timers)
+-- reply   -> {'granted'|'refused', state or '', and where granted: fields of the manifest, the payload it keeps or '',
+--            the first 1000 entries of its events}; the same token asking again is granted again
+-- cost    -> O(entries + log timers)
 
 local m = load_manifest(ARGV[2])
 local granted = false
@@ -26,4 +26,10 @@ elseif m.state == 'processing' and m.token == ARGV[4] then
 end
 commit()
 finish()
-return { granted and 'granted' or 'refused', m.state or '', m.failures, m.joined or '' }
+if not granted then
+  return { 'refused', m.state or '' }
+end
+return {
+  'granted', m.state, call('HGETALL', m.name), call('GET', prefix .. 'kept:' .. m.id) or '',
+  call('XRANGE', prefix .. 'events:' .. m.id, '-', '+', 'COUNT', 1000),
+}

@@ -106,6 +106,35 @@ local function holds(m, token)
   return m.state == 'processing' and m.token == token and now < m.lease
 end
 
+-- Ids, digests and flags of the window, where they stay when the payloads go. From ARGV[at] on: the manifest's digest ('':
+-- no record is given), an anomaly found on reading or '', the number of retracted ids, these in order, then an entry's text
+-- each: '<digest> <received_at> <flags|-> <bytes of event_id> <event_id><ref>', flags l late, r revised.
+local function write_record(m, at)
+  if (ARGV[at] or '') == '' or call('HGET', m.name, 'digest') then
+    return
+  end
+  local retracted = tonumber(ARGV[at + 2])
+  local fields = { 'digest', ARGV[at] }
+  if ARGV[at + 1] ~= '' then
+    fields[3], fields[4] = 'anomaly', ARGV[at + 1]
+    count('anomalies')
+    audit(now, 'anomaly', m.bucket, '', 'code', ARGV[at + 1], 'window', m.id)
+  end
+  for i = at + 3, #ARGV do
+    local k, n = #fields, i - at - 2
+    fields[k + 1] = n <= retracted and 'x' .. n or 'e' .. n - retracted
+    fields[k + 2] = ARGV[i]
+    if k >= 1000 then
+      put('HSET', m.name, unpack(fields))
+      fields = {}
+    end
+  end
+  if #fields > 0 then
+    put('HSET', m.name, unpack(fields))
+  end
+  put('SREM', prefix .. 'unrecorded', m.id)
+end
+
 -- A watch, a lease, a back-off or a time limit of this manifest ended.
 local function manifest_timer(window_id)
   local m = load_manifest(window_id)

@@ -14,14 +14,16 @@
 -- ARGV[6] -> ms: back-off of failed and returned, time limit of awaiting_approval; else 0
 -- ARGV[7] -> text of the error, without payload; ''
 -- ARGV[8] -> checkpoint for the bucket's next window; ''
+-- ARGV[9] -> from here on, the record of the window, as write_record says; ''
 -- reply   -> {'done'|'refused'|'effects_begun'|'no_newer_window', state or ''}
--- cost    -> O(log timers)
+-- cost    -> O(entries recorded + log timers)
 
 local m = load_manifest(ARGV[2])
 local to, cause, delay = ARGV[4], ARGV[5], tonumber(ARGV[6])
 local answer = 'refused'
 if holds(m, ARGV[3]) then
   answer = 'done'
+  write_record(m, 9)
   local extra = { 'settled_by', ARGV[3] }
   if ARGV[7] ~= '' then
     extra[3], extra[4] = 'error', ARGV[7]
