@@ -372,8 +372,8 @@ class Operations:
     # --- ceilings ---
 
     def set_ceilings(self, max_unsettled: int, max_reconcile: int) -> Operation[None]:
-        """How many unsettled manifests and reconciliation items the namespace may hold; kept in it, for all clients that
-        connect from now on."""
+        """How many unsettled manifests and reconciliation items the namespace may hold; kept in it, for all clients
+        that connect from now on."""
         yield from self.connect()
         self._ceilings = {"max_unsettled": max_unsettled, "max_reconcile": max_reconcile}
         self._counted = -math.inf
@@ -812,8 +812,9 @@ class Operations:
         checkpoint: str = "",
         manifest: Manifest | None = None,
     ) -> Operation[str]:
-        """Ends an attempt, see lua/settle.lua for the endings; `manifest` is recorded along. ``done``; or ``refused`` where the token has no say any
-        more, ``effects_begun`` or ``no_newer_window`` where it can't give way."""
+        """Ends an attempt, see lua/settle.lua for the endings; `manifest` is recorded along. ``done``; or
+        ``refused`` where the token has no say any more, ``effects_begun`` or ``no_newer_window`` where it can't give
+        way."""
         yield from self.connect()
         prefix = self.prefix_of_window(window_id)
         replies = yield [
@@ -873,6 +874,37 @@ class Operations:
         replies = yield [Call(("HMGET", keys.bucket(self.prefix_of(bucket_key), bucket_key), "open", "prev"))]
         open_, prev = answer(replies[0])
         return int(open_.split(b" ")[1]) if open_ else int(prev.split(b" ")[0]) if prev else 0
+
+    def set_aside(self, window_id: str, token: str, event: Event, why: str) -> Operation[bool]:
+        """Queues an event of a manifest for reconciliation, once; False where the token has no say any more."""
+        yield from self.connect()
+        prefix = self.prefix_of_window(window_id)
+        packed = event.packed
+        replies = yield [
+            self._script(
+                "aside", prefix, window_id, token, packed.event_id, event.content_digest, packed.envelope, why[:1000]
+            )
+        ]
+        return bool(answer(replies[0]) == b"done")
+
+    def flow_of_window(self, window_id: str) -> Operation[str | None]:
+        """The flow of a manifest, or None where there is no such manifest."""
+        yield from self.connect()
+        replies = yield [Call(("HGET", keys.manifest(self.prefix_of_window(window_id), window_id), "bucket"))]
+        bucket_key = answer(replies[0])
+        return None if bucket_key is None else str(bucket_key.decode().split(":", 2)[1])
+
+    def policy_of(self, manifest: Manifest) -> Operation[Policy]:
+        """The policy that a manifest's window obeyed."""
+        yield from self.connect()
+        prefix = self.prefix_of(manifest.bucket_key)
+        field = f"{manifest.flow_policy}:json"
+        replies = yield [Call(("HGET", keys.policy(prefix, flow), field)) for flow in (manifest.flow, "default")]
+        for reply in replies:
+            text = answer(reply)
+            if text is not None:
+                return Policy.from_json(text.decode())
+        raise UnknownFlow(manifest.flow)
 
     def record(self, manifest: Manifest) -> Operation[None]:
         """Writes ids, digests and flags into the manifest, where they outlive its payloads."""

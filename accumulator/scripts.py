@@ -15,6 +15,7 @@ from importlib.resources import files
 
 NAMES = (
     "accept",
+    "aside",
     "begin",
     "decide",
     "effect",

@@ -29,7 +29,12 @@ end
 local function move(m, state, cause, ...)
   local before = m.state
   if (IN_FLIGHT[before] or false) ~= (IN_FLIGHT[state] or false) and not m.leader then
-    put('HINCRBY', prefix .. 'inflight', m.tenant, IN_FLIGHT[state] and 1 or -1)
+    local flying = tonumber(call('HGET', prefix .. 'inflight', m.tenant) or 0) + (IN_FLIGHT[state] and 1 or -1)
+    if flying > 0 then
+      put('HSET', prefix .. 'inflight', m.tenant, flying)
+    else
+      put('HDEL', prefix .. 'inflight', m.tenant)
+    end
   end
   m.state, m.steps = state, m.steps + 1
   put('HSET', m.name, 'state', state, 'since', now, 'attempt', m.attempt, 'failures', m.failures, 'steps', m.steps,

@@ -36,6 +36,7 @@ if holds(m, ARGV[3]) then
     wake = now + delay
   elseif to == 'awaiting_approval' then
     move(m, to, cause, 'token', '', unpack(extra))
+    put('HDEL', m.name, 'approved')
     put('ZADD', KEYS[1], now + delay, 'm:' .. m.id)
   elseif to == 'superseded' then
     local bucket = prefix .. 'bucket:' .. m.bucket

@@ -1,0 +1,409 @@
+"""One attempt of a manifest: what a handler sees of it, and how its end is recorded.
+
+Whoever runs attempts (the direct runner, an RQ job) calls :func:`run_attempt`; it begins, runs the handler and settles,
+each by one atomic script that checks the attempt's token. An attempt whose lease ran out can begin and confirm nothing
+more: :class:`LeaseLost` ends it, and somebody else has taken over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+import secrets
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self
+
+import orjson
+
+from accumulator.client import Accumulator
+from accumulator.errors import AccumulatorError, HandlerMissing, InvalidInput
+from accumulator.handlers import (
+    Diverged,
+    Handler,
+    NotDone,
+    PermanentError,
+    RetryLater,
+    Superseded,
+    handler_for,
+)
+from accumulator.manifest import Manifest, StoredEvent
+from accumulator.policy import Policy
+
+MARGIN_MS: Final = 10_000
+"""How much longer than the handler's timeout the lease runs: time to record what came of it."""
+
+MAX_CHECKPOINT: Final = 16 << 10
+MAX_RESULT: Final = 64 << 10
+
+
+class LeaseLost(Exception):
+    """The attempt's lease ran out, or a person decided otherwise: it has no say any more."""
+
+
+class Uncertain(Exception):
+    """An effect was begun and not confirmed, and nobody can tell whether it happened."""
+
+
+class Ordered(NamedTuple):
+    """An event in its source's own order: `gap` where the one before it is missing (by source_version), `late` where it
+    came late."""
+
+    entry: StoredEvent
+    gap: bool
+    late: bool
+
+
+def _encode(value: object, field: str, most: int) -> str:
+    try:
+        text = orjson.dumps(value)
+    except TypeError as problem:
+        raise InvalidInput(field, f"must be a JSON value: {problem}") from None
+    if len(text) > most:
+        raise InvalidInput(field, f"must be at most {most} bytes of JSON, and is {len(text)}")
+    return text.decode()
+
+
+def _resolve(value: Any) -> Any:
+    """The value, or what a coroutine gives, run to its end."""
+    if inspect.iscoroutine(value):
+        return asyncio.run(value)
+    return value
+
+
+class Effect:
+    """A consequence outside, under an idempotency `key`; see :meth:`Context.effect`.
+
+    ``needed`` says whether it is to be done; where it is not, `result` is what was recorded when it was. Set `result`
+    (a JSON value) to have it recorded.
+    """
+
+    def __init__(self, ctx: Context, name: str, verify: Callable[[str], Any] | None) -> None:
+        self._ctx = ctx
+        self._name = name
+        self._verify = verify
+        self._nonce = secrets.token_hex(6)
+        self.key = f"{ctx.window_id}:{name}"
+        self.needed = True
+        self.result: Any = None
+
+    def _step(self, step: str, result: str = "") -> str:
+        told, recorded = self._ctx._ask("effect", self._name, step, self._nonce, result)
+        if told == "refused":
+            raise LeaseLost
+        if told == "confirmed" and recorded:
+            self.result = orjson.loads(recorded)
+        return str(told)
+
+    def __enter__(self) -> Self:
+        told = self._step("begin")
+        if told == "uncertain":
+            found = None if self._verify is None else _resolve(self._verify(self.key))
+            if found is None:
+                raise Uncertain(self._name)
+            if found is False:
+                told = self._step("again")
+            else:
+                told = self._step("confirm", _encode(None if found is True else found, self._name, MAX_RESULT))
+        self.needed = told == "begun"
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.needed:
+            return
+        if error is None:
+            self._step("confirm", _encode(self.result, self._name, MAX_RESULT))
+        elif isinstance(error, NotDone):
+            self._step("undo")
+        elif isinstance(error, Exception) and not isinstance(error, LeaseLost):
+            self._step("doubt")
+
+    async def __aenter__(self) -> Self:
+        return await asyncio.to_thread(self.__enter__)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.__exit__, kind, error, trace)
+
+
+class Context:
+    """What a handler gets: the manifest, its events, and what it may do under this attempt.
+
+    `manifests` are all that this hand-over holds, the oldest first, `manifest` the last of them; `events` those of all.
+    `results` holds what earlier stages returned. Only an attempt that holds its lease may do anything: LeaseLost else.
+    """
+
+    def __init__(self, accumulator: Accumulator, handler: Handler, manifests: tuple[Manifest, ...], token: str) -> None:
+        self._accumulator = accumulator
+        self._token = token
+        self._left: str = ""
+        self.handler = handler
+        self.manifests = manifests
+        self.manifest = manifests[-1]
+        self.window_id = self.manifest.window_id
+        self.bucket_key = self.manifest.bucket_key
+        self.flow = self.manifest.flow
+        self.attempt = self.manifest.attempt
+        self.failures = self.manifest.failures
+        self.approved_by = self.manifest.approved_by
+        self.results: dict[str, Any] = {}
+
+    def __repr__(self) -> str:
+        return f"<Context {self.window_id} attempt {self.attempt}>"
+
+    def _perform(self, name: str, *args: Any) -> Any:
+        return self._accumulator.store.perform(getattr(self._accumulator.operations, name)(*args))
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        return self._perform(name, self.window_id, self._token, *args)
+
+    @property
+    def events(self) -> tuple[StoredEvent, ...]:
+        """Entries in order of acceptance, retracted ones left out."""
+        return tuple(entry for manifest in self.manifests for entry in manifest.events)
+
+    @cached_property
+    def policy(self) -> Policy:
+        """The policy that the window obeyed."""
+        policy: Policy = self._perform("policy_of", self.manifest)
+        return policy
+
+    def in_order(self) -> Iterator[Ordered]:
+        """The events by the flow's `order_by`, one source after the other in the order of their first event; without
+        `order_by`, and those without an order value, in order of acceptance."""
+        by = self.policy.order_by
+        sources: dict[str, list[StoredEvent]] = {}
+        for entry in self.events:
+            sources.setdefault(entry.event.source if by else "", []).append(entry)
+
+        def value(entry: StoredEvent) -> int | None:
+            return entry.event.source_version if by == "source_version" else entry.event.occurred_ms
+
+        for entries in sources.values():
+            if by:
+                known = [e for e in entries if value(e) is not None]
+                known.sort(key=lambda e: value(e) or 0)
+                entries = [*known, *(e for e in entries if value(e) is None)]
+            before: int | None = None
+            for entry in entries:
+                now = entry.event.source_version if by == "source_version" else None
+                yield Ordered(entry, before is not None and now is not None and now > before + 1, entry.late)
+                before = now if now is not None else before
+
+    @cached_property
+    def predecessor(self) -> Manifest | None:
+        """The manifest of the bucket's window before, with the state it is in; None where there is none any more."""
+        before = self.manifests[0].previous_window_id
+        found: Manifest | None = None if before is None else self._perform("manifest", before)
+        return found
+
+    @cached_property
+    def checkpoint(self) -> Any:
+        """What the bucket's last confirmed window left for its next one, or None."""
+        kept = self._perform("checkpoint", self.bucket_key)
+        return None if kept is None else orjson.loads(kept[1])
+
+    def leave(self, checkpoint: Any) -> None:
+        """Leaves a checkpoint (a JSON value, up to 16 KiB) to the bucket's next window, when this one is confirmed."""
+        self._left = _encode(checkpoint, "checkpoint", MAX_CHECKPOINT)
+
+    def effect(self, name: str, *, event_id: str | None = None, verify: Callable[[str], Any] | None = None) -> Effect:
+        """A consequence outside, once: ``with ctx.effect("charge") as effect: if effect.needed: …``, or ``async with``.
+
+        It is begun in the ledger before the body runs and confirmed after it. Where an earlier attempt began and did
+        not confirm it, `verify` is asked with the idempotency key: false (it did not happen), true or its result (it
+        did), None (nobody can tell). Without `verify` such a manifest goes to reconciliation. An exception in the body
+        leaves it in doubt, but for NotDone. `event_id` makes it an effect of that event, so that a retry skips the
+        events that are done.
+        """
+        if not name or len(name) > 200 or ":" in name:
+            raise InvalidInput("effect", "its name must be 1 to 200 characters without ':'")
+        return Effect(self, name if event_id is None else f"{name}:{event_id}", verify)
+
+    def once(
+        self,
+        name: str,
+        call: Callable[[str], Any],
+        *,
+        event_id: str | None = None,
+        verify: Callable[[str], Any] | None = None,
+    ) -> Any:
+        """``call(key)`` as an effect: its result, or the recorded one where it was done before."""
+        with self.effect(name, event_id=event_id, verify=verify) as effect:
+            if effect.needed:
+                effect.result = _resolve(call(effect.key))
+        return effect.result
+
+    def superseded(self) -> None:
+        """Raises Superseded where the bucket has a newer window, open or closed. To be asked just before what others
+        would see."""
+        if self._perform("newest_version", self.bucket_key) > self.manifest.window_version:
+            raise Superseded
+
+    def set_aside(self, event_id: str, why: str) -> None:
+        """Sends an event to reconciliation, so that the rest can be finished."""
+        for entry in self.events:
+            if entry.event.event_id == event_id:
+                if not self._ask("set_aside", entry.event, why):
+                    raise LeaseLost
+                return
+        raise InvalidInput("event_id", "is not in this manifest")
+
+    # --- stages ---
+
+    def _run_stages(self, stages: Any) -> None:
+        kept = self._perform("stages", self.window_id)
+        self.results = {name: orjson.loads(text) for name, text in kept.items()}
+        for _ in range(3):
+            for name in ("load", "interpret", "propose"):
+                self._stage(stages, name)
+            if self.approved_by is None and hasattr(stages, "approve") and _resolve(stages.approve(self)):
+                raise _NeedsApproval
+            if not hasattr(stages, "revalidate") or _resolve(stages.revalidate(self)) is not False:
+                break
+            self.results.clear()
+            self.approved_by = None
+        else:
+            raise _Stale
+        if hasattr(stages, "execute"):
+            verify = getattr(stages, "verify", None)
+            self.results["execute"] = self.once(
+                "execute",
+                lambda key: stages.execute(self, key),
+                verify=None if verify is None else lambda key: verify(self, key),
+            )
+        if hasattr(stages, "confirm") and _resolve(stages.confirm(self)) is False:
+            raise Diverged
+
+    def _stage(self, stages: Any, name: str) -> None:
+        if name in self.results or not hasattr(stages, name):
+            return
+        self.results[name] = _resolve(getattr(stages, name)(self))
+        if not self._ask("save_stage", name, _encode(self.results[name], name, MAX_RESULT)):
+            raise LeaseLost
+
+
+class _NeedsApproval(Exception):
+    pass
+
+
+class _Stale(Exception):
+    pass
+
+
+class Ended(NamedTuple):
+    """How an attempt ended: `ending` as settle takes it (``refused``: it was not granted, or had no say any more), the
+    `cause`, and the handler's exception if it raised one."""
+
+    ending: str
+    cause: str
+    error: Exception | None = None
+
+
+def back_off(handler: Handler, failures: int) -> int:
+    """ms until the next attempt after so many failures: exponential, with jitter over its upper half."""
+    most = min(handler.max_backoff, handler.backoff * 2 ** min(failures, 40))
+    return int(most * random.uniform(0.5, 1.0))
+
+
+def _told(error: Exception | None, ctx: Context) -> str:
+    """Class and message of an error, for people who look at the manifest; a message that quotes a payload is left
+    out."""
+    if error is None:
+        return ""
+    text = str(error)[:500]
+    if any(quoted in text for entry in ctx.events for quoted in _texts(entry.event.payload)):
+        text = "(its message quotes the payload)"
+    return f"{type(error).__name__}: {text}"
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str) and len(value) >= 4:
+        yield value
+    elif isinstance(value, bytes) and len(value) >= 4:
+        yield value.decode(errors="replace")
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _texts(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _texts(part)
+    elif isinstance(value, int | float) and not isinstance(value, bool) and len(repr(value)) >= 4:
+        yield repr(value)
+
+
+def run_attempt(
+    accumulator: Accumulator, window_id: str, attempt: int, *, flow: str | None = None, token: str | None = None
+) -> Ended:
+    """Runs one attempt of a manifest to its end; `flow` where it is known. Raises ServerError where the server does not
+    answer: the lease then ends, and the attempt counts as failed."""
+    perform, operations = accumulator.store.perform, accumulator.operations
+    token = token or secrets.token_hex(8)
+    if flow is None:
+        flow = perform(operations.flow_of_window(window_id))
+        if flow is None:
+            return Ended("refused", "missing")
+    try:
+        handler = handler_for(flow)
+    except HandlerMissing as missing:
+        return Ended("refused", "HandlerMissing", missing)
+    grant = perform(operations.begin(window_id, attempt, token, handler.timeout + MARGIN_MS, handler.max_attempts))
+    if grant.manifest is None:
+        return Ended("refused", grant.state or "missing")
+    manifest = grant.manifest
+    joined = [perform(operations.manifest(other)) for other in manifest.joined]
+    group = sorted((m for m in (*joined, manifest) if m is not None), key=lambda m: m.window_version)
+    ctx = Context(accumulator, handler, tuple(group), token)
+    ended, delay = _run_handler(ctx)
+    if ended.ending == "refused":
+        return ended
+    text = _told(ended.error, ctx)
+    for other in group[:-1]:
+        perform(operations.record(other))
+    told = perform(operations.settle(window_id, token, ended.ending, ended.cause, delay, text, ctx._left, manifest))
+    if told in ("effects_begun", "no_newer_window"):
+        ended = Ended("failed", told, ended.error)
+        delay = back_off(handler, ctx.failures)
+        told = perform(operations.settle(window_id, token, ended.ending, ended.cause, delay, text, "", manifest))
+    return ended if told == "done" else Ended("refused", "lease_lost", ended.error)
+
+
+def _run_handler(ctx: Context) -> tuple[Ended, int]:
+    """Runs the handler: how it ended, and the ms that go with it."""
+    handler = ctx.handler
+    try:
+        if any(m.anomaly for m in ctx.manifests):
+            return Ended("reconciling", next(m.anomaly for m in ctx.manifests if m.anomaly) or "anomaly"), 0
+        kinds = {entry.event.kind for entry in ctx.events}
+        if not handler.loads and kinds & set(ctx.policy.requery_kinds):
+            return Ended("returned", "NeedsLoad", HandlerMissing(ctx.flow)), 60_000
+        if handler.stages is not None:
+            ctx._run_stages(handler.stages)
+        elif handler.run is not None:
+            _resolve(handler.run(ctx))
+    except LeaseLost:
+        return Ended("refused", "lease_lost"), 0
+    except _NeedsApproval:
+        return Ended("awaiting_approval", "proposed"), handler.approval_limit
+    except _Stale:
+        return Ended("failed", "stale"), back_off(handler, ctx.failures)
+    except Superseded as error:
+        return Ended("superseded", "Superseded", error), 0
+    except Uncertain as error:
+        return Ended("uncertain", "effect", error), 0
+    except Diverged as error:
+        return Ended("reconciling", "Diverged", error), 0
+    except PermanentError as error:
+        return Ended("dead", type(error).__name__, error), 0
+    except RetryLater as error:
+        return Ended("failed", "RetryLater", error), error.after_ms
+    except AccumulatorError as error:
+        return Ended("failed", type(error).__name__, error), back_off(handler, ctx.failures)
+    except Exception as error:
+        return Ended("failed", type(error).__name__, error), back_off(handler, ctx.failures)
+    return Ended("confirmed", "handled"), 0
