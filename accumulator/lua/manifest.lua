@@ -37,9 +37,11 @@ local function release(m)
   while true do
     local page = call('ZRANGE', prefix .. 'manifests:' .. m.bucket, from, '+inf', 'BYSCORE', 'LIMIT', 0, 50, 'WITHSCORES')
     for i = 1, #page, 2 do
-      if call('HGET', prefix .. 'manifest:' .. page[i], 'state') == 'closed' then
+      local state, version = unpack(call('HMGET', prefix .. 'manifest:' .. page[i], 'state', 'policy'))
+      local rules = state == 'closed' and policy_of(m.flow, version)
+      if rules and rules.ordered == '1' then
+        put('RPUSH', prefix .. 'ready:' .. rules.sink, page[i])
         put('HSET', prefix .. 'bucket:' .. m.bucket, 'turn', page[i])
-        put('RPUSH', prefix .. 'ready:' .. m.rules.sink, page[i])
         wake = now
         return
       end
@@ -53,30 +55,26 @@ local function release(m)
 end
 
 local function leave(m, state, cause, ...)
+  if RELEASES[state] then
+    release(m)
+  end
   move(m, state, cause, ...)
   put('ZREM', KEYS[1], 'm:' .. m.id)
   if SETTLED[state] then
     put('ZREM', prefix .. 'outbox', m.id)
-  end
-  if RELEASES[state] then
-    release(m)
   end
 end
 
 -- A watch, a lease or a back-off of this manifest ended.
 local function manifest_timer(window_id)
   local m = load_manifest(window_id)
-  if m.state == 'dispatched' then
-    put('ZREM', KEYS[1], 'm:' .. window_id)
-    make_ready(m) -- the job may be lost; whichever of the two comes first begins
+  if m.state == 'dispatched' or m.state == 'retrying' then
+    make_ready(m) -- a job that was dispatched may be lost; whichever of the two comes first begins
   elseif m.state == 'processing' then
-    put('ZREM', KEYS[1], 'm:' .. window_id)
+    make_ready(m)
     move(m, 'retrying', 'lease_ended', 'token', '', 'dispatches', 0)
-    make_ready(m)
-  elseif m.state == 'retrying' then
-    put('ZREM', KEYS[1], 'm:' .. window_id)
-    make_ready(m)
-  elseif m.state then
+  end
+  if m.state then
     put('ZREM', KEYS[1], 'm:' .. window_id)
   end
   commit()

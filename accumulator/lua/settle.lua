@@ -18,9 +18,9 @@ local answer = 'refused'
 if m.token == ARGV[3] and m.state == 'processing' then
   answer = 'done'
   if ARGV[4] == 'retrying' then
+    wake = now + math.max(ARGV[6], 1)
+    put('ZADD', KEYS[1], wake, 'm:' .. m.id)
     move(m, 'retrying', ARGV[5])
-    put('ZADD', KEYS[1], now + ARGV[6], 'm:' .. m.id)
-    wake = now + ARGV[6]
   else
     leave(m, ARGV[4], ARGV[5])
   end

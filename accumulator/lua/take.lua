@@ -12,10 +12,12 @@
 -- reply   -> {window_id, attempt, bucket_key, ...}
 -- cost    -> O(taken * log timers)
 
-local taken = {}
-local popped = call('LPOP', prefix .. 'ready:' .. ARGV[2], ARGV[3]) or {}
-for i = 1, #popped do
-  local m = load_manifest(popped[i])
+local ready, seen, taken = prefix .. 'ready:' .. ARGV[2], {}, {}
+local turns = call('LRANGE', ready, 0, ARGV[3] - 1)
+for i = 1, #turns do
+  -- One that was put back by its watch and by its lease stands here twice.
+  local m = seen[turns[i]] and {} or load_manifest(turns[i])
+  seen[turns[i]] = true
   if m.state == 'closed' or m.state == 'retrying' or m.state == 'dispatched' then
     local cause = 'taken'
     if m.state == 'dispatched' then
@@ -28,7 +30,9 @@ for i = 1, #popped do
     taken[#taken + 1], taken[#taken + 2], taken[#taken + 3] = m.id, m.attempt, m.bucket
   end
 end
+if #turns > 0 then
+  put('LTRIM', ready, #turns, -1) -- last: what fails before is taken again
+end
 commit()
-wake = nil
 finish()
 return taken

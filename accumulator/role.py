@@ -1,0 +1,151 @@
+"""What the loops of a worker have in common: how they wait, how they go on after a failure, how they end."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from time import monotonic
+from typing import Any, Final, TypeVar
+
+from accumulator.client import Accumulator
+from accumulator.errors import AccumulatorError
+from accumulator.logs import get_logger
+from accumulator.store import Operation
+
+T = TypeVar("T")
+
+SLICE: Final = 0.5
+"""s a role waits at the most before it looks whether it is to stop."""
+
+SILENCE: Final = 15.0
+"""s without a sign of life after which a subscription is made anew."""
+
+_FIRST_PAUSE: Final = 0.1
+# Well below the 3 s within which everything that is due is closed after the server has come back.
+_LONGEST_PAUSE: Final = 2.0
+
+
+class Trouble:
+    """A burst of failures: pauses that double, one line in the log when it begins and one when it is over."""
+
+    def __init__(self, log: Any) -> None:
+        self._log = log
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._since = 0.0
+
+    def met(self, problem: BaseException) -> float:
+        """Counts a failure; the pause (s) before the next try."""
+        with self._lock:
+            if not self._failures:
+                self._since = monotonic()
+                self._log.warning("trouble", problem=type(problem).__name__, detail=_detail(problem))
+            self._failures += 1
+            return min(_LONGEST_PAUSE, _FIRST_PAUSE * (1 << min(self._failures - 1, 10)))
+
+    def over(self) -> None:
+        """It went well."""
+        if not self._failures:
+            return
+        with self._lock:
+            if self._failures:
+                self._log.info("recovered", failures=self._failures, seconds=round(monotonic() - self._since, 1))
+                self._failures = 0
+
+
+def _detail(problem: BaseException) -> str:
+    return str(problem) if isinstance(problem, AccumulatorError) else ""
+
+
+class Role(ABC):
+    """One of a worker's loops. `run()` returns after `stop()`, and survives whatever the server does."""
+
+    name: str
+
+    def __init__(self, accumulator: Accumulator) -> None:
+        self.accumulator = accumulator
+        self.operations = accumulator.operations
+        self.log = get_logger(self.name)
+        self.stopping = threading.Event()
+        self.trouble = Trouble(self.log)
+
+    def perform(self, operation: Operation[T]) -> T:
+        return self.accumulator.store.perform(operation)
+
+    def run(self) -> None:
+        """Works until it is stopped."""
+        try:
+            while not self.stopping.is_set():
+                try:
+                    self.step()
+                except AccumulatorError as problem:
+                    self.stopping.wait(self.trouble.met(problem))
+        finally:
+            self.close()
+
+    def stop(self) -> None:
+        """Asks it to end; from any thread."""
+        self.stopping.set()
+
+    @abstractmethod
+    def step(self) -> None:
+        """Waits a little, works a little; calls ``trouble.over()`` once the server has answered well."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives back what it holds."""
+
+
+class Turns:
+    """Which partitions may hold manifests of a sink whose turn has come: those the wake-up channel names, and at each
+    slow look those that do."""
+
+    LOOK: Final = 1.0
+
+    def __init__(self, accumulator: Accumulator, sink: str) -> None:
+        self._store = accumulator.store
+        self._operations = accumulator.operations
+        self._sink = sink
+        self._subscription = self._store.subscription(self._operations.channel)
+        self._offset = 0.0
+        self._look_at = 0.0
+
+    def wait(self, seconds: float) -> set[int]:
+        """Partitions, at once where there is news, else after `seconds`. Raises ServerError."""
+        if monotonic() >= self._look_at:
+            return self._look()
+        found = set()
+        now = monotonic()
+        for message in self._subscription.wait(min(seconds, self._look_at - now)):
+            if not message:
+                return self._look()
+            news = read_wake(message, self._operations.partitions)
+            # A timer of the future is the closer's.
+            if news is not None and news[1] <= (monotonic() + self._offset) * 1000 + 50:
+                found.add(news[0])
+        return found
+
+    def _look(self) -> set[int]:
+        self._look_at = monotonic() + self.LOOK
+        self._offset = server_offset(self._store.perform, self._operations)
+        self._subscription.check(SILENCE)
+        waiting = self._store.perform(self._operations.waiting(self._sink))
+        return {partition for partition, count in enumerate(waiting) if count}
+
+    def close(self) -> None:
+        self._subscription.close()
+
+
+def server_offset(perform: Any, operations: Any) -> float:
+    """s that the server's clock is ahead of this process's monotonic one: no other clock of this host counts."""
+    before = monotonic()
+    micros = perform(operations.server_time())
+    return float(micros / 1e6 - (before + monotonic()) / 2)
+
+
+def read_wake(message: bytes, partitions: int) -> tuple[int, int] | None:
+    """(partition, instant in ms) of a wake-up; None for what is none: anybody may publish there."""
+    partition, _, instant = message.partition(b" ")
+    if not partition.isdigit() or not instant.isdigit() or len(message) > 40 or int(partition) >= partitions:
+        return None
+    return int(partition), int(instant)
