@@ -26,6 +26,7 @@ from accumulator.policy import Policy, duration_option
 from accumulator.store import AsyncStore, Store
 
 if TYPE_CHECKING:
+    from accumulator.settings import Settings
     from accumulator.store import AsyncClient, SyncClient
 
 EventLike = Event | Mapping[str, Any]
@@ -84,6 +85,18 @@ class Accumulator:
         self._own = isinstance(server, str)
         self.operations = Operations(namespace, partitions, clock)
         self.store = Store.from_url(server, **options) if isinstance(server, str) else Store(server)
+
+    @classmethod
+    def from_settings(cls, settings: Settings, **options: Any) -> Self:
+        """What the settings name. A partition count that nobody chose is the namespace's own."""
+        return cls(
+            settings.url,
+            namespace=settings.namespace,
+            partitions=settings.partitions if "partitions" in settings.model_fields_set else None,
+            socket_timeout=settings.socket_timeout / 1000,
+            socket_connect_timeout=settings.socket_connect_timeout / 1000,
+            **options,
+        )
 
     def close(self) -> None:
         """Closes the connections that were made here; a client that was given stays open."""

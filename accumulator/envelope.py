@@ -180,6 +180,14 @@ def _key_fault(key: str) -> NoReturn:
     _refuse("bucket_key", "must have at least three parts, as tenant:flow:object_id")
 
 
+def check_bucket_key(value: object) -> str:
+    """`value`, if it is a bucket key; else InvalidEvent (field `bucket_key`)."""
+    key = _text("bucket_key", value, 1, _KEY_BYTES)
+    if _KEY.fullmatch(key) is None:
+        _key_fault(key)
+    return key
+
+
 def bucket_key(tenant: str, flow: str, object_id: str, *more: str) -> str:
     """The bucket key of these parts, e.g. ``acme:order:1234``; no two different tuples give the same key.
 

@@ -17,25 +17,33 @@ are named in the configuration and imported by the processes that run them.
 
 from __future__ import annotations
 
-import importlib
 import inspect
-from collections.abc import Callable, Iterable
+import random
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from importlib import import_module
+from typing import Any, Final, TypeVar
 
-from accumulator.errors import HandlerMissing, InvalidSettings
-from accumulator.policy import duration_option, whole_number
+from accumulator.errors import HandlerMissing, InvalidInput, InvalidSettings
+from accumulator.policy import Policy, duration_option
 
-if TYPE_CHECKING:
-    from accumulator.attempt import Context
+DEFAULT: Final = "default"
+STAGES: Final = ("load", "interpret", "propose", "approve", "revalidate", "execute", "verify", "confirm")
+HANDLED_SINKS: Final = frozenset({"rq", "direct"})
+"""Sinks that need a handler."""
 
-T = TypeVar("T")
-
-STAGES: Final = ("load", "interpret", "propose", "revalidate", "approve", "execute", "verify", "confirm")
+_MAX_ATTEMPTS: Final = 1000
 
 
 class PermanentError(Exception):
-    """Raised by a handler: no retry will help; the manifest is dead at once."""
+    """Raised by a handler, or as the base of its own exceptions: trying again is of no use, the manifest is dead at
+    once."""
+
+
+class Timeout(BaseException):
+    """Raised in a handler past its timeout, where it can be; no ``except Exception`` of its own catches it."""
 
 
 class RetryLater(Exception):
@@ -80,13 +88,15 @@ class Stages:
     """
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
 @dataclass(frozen=True)
 class Handler:
-    """A registered handler. Durations in ms; `run` is a function of the context, or `stages` an instance of Stages."""
+    """What is registered for a flow: a `function` of the context, or `stages`; durations in ms."""
 
     flow: str
-    name: str
-    run: Callable[[Context], Any] | None
+    function: Callable[..., Any] | None
     stages: Stages | None
     max_attempts: int
     timeout: int
@@ -97,10 +107,16 @@ class Handler:
     @property
     def loads(self) -> bool:
         """Whether it loads the official state, as `requery_kinds` demand."""
-        return self.stages is not None and hasattr(self.stages, "load")
+        return hasattr(self.stages, "load")
+
+    def delay(self, failures: int) -> int:
+        """ms until the next attempt after so many failed ones (from 1): exponential, anywhere between none and all of
+        it, so that what failed together does not come back together."""
+        return random.randint(1, max(1, min(self.max_backoff, self.backoff << min(failures - 1, 40))))
 
 
 _registry: dict[str, Handler] = {}
+_names: dict[str, str] = {}
 
 
 def handler(
@@ -111,80 +127,104 @@ def handler(
     backoff: str = "1s",
     max_backoff: str = "10m",
     approval_limit: str = "1d",
-) -> Callable[[T], T]:
-    """Registers a function ``(ctx)``, plain or ``async``, or a class of stages, for a flow.
+) -> Callable[[F], F]:
+    """Registers a function of the context, plain or ``async``, or a class of Stages, for a flow as it stands in the
+    bucket key (percent-encoded); the flow ``default`` serves all that have none of their own.
 
-    A failure is retried after `backoff`, doubled each time up to `max_backoff`, with jitter, until it failed
-    `max_attempts` times; then the manifest is dead, which a person can replay. `timeout` bounds an attempt. An approval
-    is waited for up to `approval_limit` before the bucket's next manifest passes. Raises InvalidSettings.
+    An attempt that raises, or runs longer than `timeout`, is made again after an exponential, jittered pause that
+    begins at `backoff` and never exceeds `max_backoff`; after `max_attempts` failed ones, or a PermanentError, the
+    manifest is dead, which a person may replay. The bucket's next manifest waits for an approval up to
+    `approval_limit`. Raises InvalidSettings for an option out of range, and where another function has the flow.
     """
-
-    def register(what: T) -> T:
-        run: Callable[[Context], Any] | None = None
-        stages: Stages | None = None
-        if inspect.isclass(what) and issubclass(what, Stages):
-            stages = what()
-            odd = [name for name in vars(what) if not name.startswith("_") and name not in STAGES]
-            if odd and callable(getattr(what, odd[0])):
-                raise InvalidSettings("handler", f"{what.__name__}.{odd[0]} is no stage: begin other names with _")
-            if not hasattr(stages, "execute") and not hasattr(stages, "propose"):
-                raise InvalidSettings("handler", f"{what.__name__} has no stage that does anything")
-        elif callable(what):
-            run = what
-        else:
-            raise InvalidSettings("handler", "must be a function, or a class of Stages")
-        if flow in _registry:
-            raise InvalidSettings("handler", f"flow {flow} has two: {_registry[flow].name} and {_name(what)}")
+    if not _is_flow(flow):
+        raise InvalidSettings("handler", "must name a flow: 1 to 128 bytes, as it stands in the bucket key")
+    if type(max_attempts) is not int or not 1 <= max_attempts <= _MAX_ATTEMPTS:
+        raise _wrong(flow, "max_attempts", f"must be a whole number from 1 to {_MAX_ATTEMPTS}")
+    spans = {}
+    for name, text in (
+        ("timeout", timeout),
+        ("backoff", backoff),
+        ("max_backoff", max_backoff),
+        ("approval_limit", approval_limit),
+    ):
         try:
-            made = Handler(
-                flow=flow,
-                name=_name(what),
-                run=run,
-                stages=stages,
-                max_attempts=whole_number(max_attempts, 1, 1000),
-                timeout=duration_option(timeout),
-                backoff=duration_option(backoff),
-                max_backoff=duration_option(max_backoff),
-                approval_limit=duration_option(approval_limit),
-            )
-        except ValueError as problem:
-            raise InvalidSettings("handler", f"{_name(what)}: {problem}") from None
-        _registry[flow] = made
-        return what
+            spans[name] = duration_option(text)
+        except InvalidInput as problem:
+            raise _wrong(flow, name, problem.rule) from None
+
+    def register(function: F) -> F:
+        stages: Stages | None = None
+        if inspect.isclass(function) and issubclass(function, Stages):
+            stages = function()
+            odd = [name for name in vars(function) if not name.startswith("_") and name not in STAGES]
+            if odd:
+                raise _wrong(flow, odd[0], "is no stage: begin names of your own with _")
+            if not hasattr(stages, "propose") and not hasattr(stages, "execute"):
+                raise _wrong(flow, "stages", "must have propose or execute")
+        elif not callable(function):
+            raise _wrong(flow, "function", "must be a function that takes the context, or a class of Stages")
+        there = _registry.get(flow)
+        if there is not None and _names.get(flow) != _name(function):
+            raise _wrong(flow, "function", f"{_names[flow]} is registered already, besides {_name(function)}")
+        plain = None if stages is not None else function
+        _registry[flow] = Handler(flow, plain, stages, max_attempts, **spans)
+        _names[flow] = _name(function)
+        return function
 
     return register
 
 
-def _name(what: object) -> str:
-    return f"{getattr(what, '__module__', '?')}.{getattr(what, '__qualname__', type(what).__name__)}"
+def _is_flow(value: object) -> bool:
+    return isinstance(value, str) and 1 <= len(value.encode(errors="replace")) <= 128 and ":" not in value
 
 
-def handler_for(flow: str) -> Handler:
-    """The flow's handler, or that of ``default``. Raises HandlerMissing."""
-    found = _registry.get(flow) or _registry.get("default")
+def _wrong(flow: str, option: str, rule: str) -> InvalidSettings:
+    return InvalidSettings(f"handler {flow}", f"{option}: {rule}")
+
+
+def _name(function: object) -> str:
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+def find_handler(flow: str) -> Handler:
+    """The handler of a flow. Raises HandlerMissing."""
+    found = _registry.get(flow) or _registry.get(DEFAULT)
     if found is None:
         raise HandlerMissing(flow)
     return found
 
 
-def registered() -> dict[str, Handler]:
-    """Flow → handler, as they stand."""
+def registered() -> Mapping[str, Handler]:
+    """Flow → handler, of what has been imported so far."""
     return dict(_registry)
 
 
-def forget_handlers() -> None:
-    """Empties the registry: for tests."""
-    _registry.clear()
+def missing_handlers(policies: Mapping[str, Policy]) -> list[str]:
+    """The flows whose sink needs a handler and that have none."""
+    return sorted(
+        flow
+        for flow, policy in policies.items()
+        if policy.sink in HANDLED_SINKS and flow not in _registry and DEFAULT not in _registry
+    )
 
 
 def load_handlers(modules: Iterable[str]) -> None:
-    """Imports the modules that register handlers. Raises InvalidSettings, naming the module."""
-    for module in modules:
+    """Imports modules, from the current directory too, so that they register. Raises InvalidSettings with the module
+    and what went wrong; the exception behind it is its cause."""
+    if "" not in sys.path:
+        sys.path.append("")
+    for name in modules:
         try:
-            importlib.import_module(module)
+            import_module(name)
         except InvalidSettings:
             raise
+        except ModuleNotFoundError as problem:
+            what = "there is no such module" if problem.name == name else f"it needs {problem.name}, which is not there"
+            raise InvalidSettings("handlers", f"{name} can't be imported: {what}") from problem
         except Exception as problem:
-            raise InvalidSettings(
-                "handlers", f"{module} can't be imported: {type(problem).__name__}: {problem}"
-            ) from problem
+            raise InvalidSettings("handlers", f"{name} can't be imported: {type(problem).__name__}") from problem
+
+
+def cause_of(error: BaseException) -> str:
+    """What is recorded of an exception: the name of its class."""
+    return re.sub(r"\W", "_", type(error).__name__)[:100]

@@ -95,4 +95,3 @@ def place(error: BaseException) -> str:
         trace = trace.tb_next
     code = trace.tb_frame.f_code
     return f"{code.co_filename.rpartition('/')[2]}:{trace.tb_lineno} {code.co_name}"
-

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
 from accumulator import keys
-from accumulator.envelope import Event, check_event_id, split_bucket_key
+from accumulator.envelope import Event, check_bucket_key, check_event_id
 from accumulator.errors import (
     AccumulatorError,
     InternalError,
@@ -34,6 +34,9 @@ CALL_EVENTS: Final = 500
 CALL_BYTES: Final = 1 << 20
 ROUND_EVENTS: Final = 10_000
 PAGE: Final = 1000
+OVERDUE: Final = 5000
+"""ms past its instant after which a timer says that no worker is at work."""
+SINKS: Final = ("rq", "direct", "webhook")
 
 _CEILINGS: Final = {"max_unsettled": (keys.outbox, 1_000_000), "max_reconcile": (keys.reconcile, 100_000)}
 
@@ -213,15 +216,28 @@ class Effect(NamedTuple):
     result: str
 
 
+class Health(NamedTuple):
+    """How the workers keep up. `overdue`: timers that nobody handled for more than 5 s, the oldest for `overdue_ms`;
+    `unsettled`: manifests in the outbox, the oldest for `unsettled_ms`; `ready`: sink → manifests whose turn has come
+    and that nobody took yet."""
+
+    overdue: int
+    overdue_ms: int
+    unsettled: int
+    unsettled_ms: int
+    ready: dict[str, int]
+
+
 class Tick(NamedTuple):
     """What a tick did: timers handled, the next due instant (ms) or None, windows closed, timers whose record is not to
-    be seen, and what went wrong with one of them."""
+    be seen, what went wrong with one of them, and the server's instant (ms) of it."""
 
     handled: int
     next_due: int | None
     closed: int
     orphans: int
     failure: str | None
+    now: int
 
 
 def _closed(texts: Iterable[bytes]) -> tuple[ClosedWindow, ...]:
@@ -350,12 +366,11 @@ class Operations:
 
     def prefix_of_window(self, window_id: str) -> str:
         """A window id names its partition; one that no release made is refused."""
-        try:
-            partition = int(window_id[11:14], 16)
-            if window_id.isascii() and window_id.isalnum() and len(window_id) >= 20:
-                return self.prefixes[partition]
-        except (ValueError, IndexError):
-            pass
+        if str(window_id).isascii() and str(window_id).isalnum() and len(window_id) >= 20:
+            try:
+                return self.prefixes[int(window_id[11:14], 16)]
+            except (ValueError, IndexError):
+                pass
         raise InvalidInput("window_id", "is none of this namespace")
 
     def _now(self) -> int | str:
@@ -363,11 +378,6 @@ class Operations:
 
     def _script(self, name: str, prefix: str, *args: Any) -> Call:
         return Call.run(name, keys.timers(prefix), self._now(), *args)
-
-    def checked_key(self, bucket_key: str) -> str:
-        """The key, if it is one; raises InvalidEvent."""
-        split_bucket_key(bucket_key)
-        return bucket_key
 
     # --- ceilings ---
 
@@ -570,7 +580,9 @@ class Operations:
 
     def flush(self, bucket_key: str, window_version: int | None = None, partial: bool = False) -> Operation[Flushed]:
         """Closes the open window (of that version)."""
-        self.checked_key(bucket_key)
+        check_bucket_key(bucket_key)
+        if isinstance(window_version, bool) or not isinstance(window_version, int | None):
+            raise InvalidInput("window_version", f"must be a whole number, not {type(window_version).__name__}")
         yield from self.connect()
         version = "" if window_version is None else window_version
         replies = yield [
@@ -604,7 +616,7 @@ class Operations:
 
     def hold(self, bucket_key: str, ms: int) -> Operation[Held]:
         """Keeps the open window open for `ms` from now."""
-        self.checked_key(bucket_key)
+        check_bucket_key(bucket_key)
         yield from self.connect()
         replies = yield [self._script("hold", self.prefix_of(bucket_key), bucket_key, ms)]
         version, due, *closed = answer(replies[0])
@@ -612,7 +624,7 @@ class Operations:
 
     def retract(self, bucket_key: str, event_id: str) -> Operation[Retracted]:
         """Takes an id's entries out of the open window."""
-        self.checked_key(bucket_key)
+        check_bucket_key(bucket_key)
         check_event_id(event_id)
         yield from self.connect()
         replies = yield [self._script("retract", self.prefix_of(bucket_key), bucket_key, event_id)]
@@ -623,7 +635,7 @@ class Operations:
 
     def bucket(self, bucket_key: str) -> Operation[Bucket]:
         """A bucket as it stands."""
-        self.checked_key(bucket_key)
+        check_bucket_key(bucket_key)
         yield from self.connect()
         replies = yield [self._script("show", self.prefix_of(bucket_key), bucket_key)]
         now, due, reason, *flat = answer(replies[0])
@@ -653,7 +665,7 @@ class Operations:
 
     def manifests(self, bucket_key: str) -> Operation[list[Manifest]]:
         """The bucket's manifests, by version."""
-        self.checked_key(bucket_key)
+        check_bucket_key(bucket_key)
         yield from self.connect()
         prefix = self.prefix_of(bucket_key)
         replies = yield [Call(("ZRANGE", keys.manifests(prefix, bucket_key), 0, -1))]
@@ -682,7 +694,7 @@ class Operations:
 
     def open_events(self, bucket_key: str) -> Operation[tuple[StoredEvent, ...]]:
         """The events of the bucket's open window, in order; empty where none is open."""
-        self.checked_key(bucket_key)
+        check_bucket_key(bucket_key)
         yield from self.connect()
         prefix = self.prefix_of(bucket_key)
         replies = yield [Call(("GET", keys.kept(prefix, bucket_key)))]
@@ -740,7 +752,91 @@ class Operations:
                 total[text] = total.get(text, 0) + int(value)
         return dict(sorted(total.items()))
 
+    def health(self) -> Operation[Health]:
+        """How the workers keep up, over all partitions."""
+        yield from self.connect()
+        now = (yield from self.server_time()) // 1000
+        calls = []
+        for prefix in self.prefixes:
+            calls += [
+                Call(("ZCOUNT", keys.timers(prefix), "-inf", now - OVERDUE)),
+                Call(("ZRANGE", keys.timers(prefix), 0, 0, "WITHSCORES")),
+                Call(("ZCARD", keys.outbox(prefix))),
+                Call(("ZRANGE", keys.outbox(prefix), 0, 0, "WITHSCORES")),
+                *(Call(("LRANGE", keys.tenants(prefix, sink), 0, -1)) for sink in SINKS),
+            ]
+        replies = yield calls
+        width = 4 + len(SINKS)
+        rows = [replies[i : i + width] for i in range(0, len(replies), width)]
+
+        def oldest(column: int) -> int:
+            heads = [float(pairs[0][1]) for row in rows if (pairs := as_pairs(row[column]))]
+            return max(0, now - int(min(heads, default=now)))
+
+        def total(column: int) -> int:
+            return sum(int(answer(row[column])) for row in rows)
+
+        lists = [
+            (sink, keys.ready(prefix, sink, tenant.decode()))
+            for prefix, row in zip(self.prefixes, rows, strict=True)
+            for sink, tenants in zip(SINKS, row[4:], strict=True)
+            for tenant in answer(tenants)
+        ]
+        ready = dict.fromkeys(SINKS, 0)
+        if lists:
+            lengths = yield [Call(("LLEN", name)) for _, name in lists]
+            for (sink, _), length in zip(lists, lengths, strict=True):
+                ready[sink] += int(answer(length))
+        late = total(0)
+        return Health(late, oldest(1) if late else 0, total(2), oldest(3), ready)
+
+    def server_warnings(self) -> Operation[list[str]]:
+        """What of the server's set-up may lose what it accepted, a sentence each."""
+        replies = yield [Call(("INFO",)), Call(("CONFIG", "GET", "save"))]
+        facts = replies[0]
+        if isinstance(facts, AccumulatorError) or not isinstance(facts, Mapping):
+            return ["the server's set-up can't be read (INFO): it may evict what it accepted, or keep nothing on disk"]
+        if "maxmemory_policy" not in facts:
+            facts = next((node for node in facts.values() if isinstance(node, Mapping)), {})
+        found = []
+        evicts = facts.get("maxmemory_policy", "unknown")
+        if evicts == "unknown":
+            found.append("the server does not tell its maxmemory-policy: all but noeviction drop what it accepted")
+        elif evicts != "noeviction":
+            found.append(f"the server's maxmemory-policy is {evicts}: set noeviction, or it drops what it accepted")
+        if facts.get("role") == "slave":
+            found.append("the server is a replica: nothing can be accepted or closed there")
+        if not int(facts.get("aof_enabled", 0)):
+            saves = replies[1]
+            if isinstance(saves, AccumulatorError) or not as_pairs(saves):
+                found.append("the server keeps no append-only file, and does not tell whether it saves snapshots")
+            elif as_pairs(saves)[0][1]:
+                found.append("the server saves snapshots only: a crash loses what came since (set appendonly yes)")
+            else:
+                found.append("the server keeps nothing on disk: a restart loses everything (set appendonly yes)")
+        return found
+
     # --- what workers do ---
+
+    @property
+    def channel(self) -> str:
+        """Where ``<partition> <instant ms>`` is published when an earlier timer appears; and, with the instant of the
+        call, when a manifest's turn has come."""
+        return f"{self.namespace}:wake"
+
+    def server_time(self) -> Operation[int]:
+        """The server's clock, µs since the epoch; of several nodes, the one that is furthest."""
+        replies = yield [Call(("TIME",))]
+        reply = answer(replies[0])
+        nodes = reply.values() if isinstance(reply, Mapping) else [reply]
+        return max(int(seconds) * 1_000_000 + int(micros) for seconds, micros in nodes)
+
+    def owner(self, window_id: str) -> Operation[str | None]:
+        """The bucket key of a manifest; None where there is none of that id."""
+        yield from self.connect()
+        replies = yield [Call(("HGET", keys.manifest(self.prefix_of_window(window_id), window_id), "bucket"))]
+        key = answer(replies[0])
+        return None if key is None else str(key.decode())
 
     def tick(self, partition: int, limit: int) -> Operation[Tick]:
         """Handles up to `limit` due timers of a partition."""
@@ -887,13 +983,6 @@ class Operations:
         ]
         return bool(answer(replies[0]) == b"done")
 
-    def flow_of_window(self, window_id: str) -> Operation[str | None]:
-        """The flow of a manifest, or None where there is no such manifest."""
-        yield from self.connect()
-        replies = yield [Call(("HGET", keys.manifest(self.prefix_of_window(window_id), window_id), "bucket"))]
-        bucket_key = answer(replies[0])
-        return None if bucket_key is None else str(bucket_key.decode().split(":", 2)[1])
-
     def policy_of(self, manifest: Manifest) -> Operation[Policy]:
         """The policy that a manifest's window obeyed."""
         yield from self.connect()
@@ -977,9 +1066,9 @@ def _person(who: object, why: object) -> None:
 
 
 def _read_tick(reply: Reply) -> Tick:
-    handled, next_due, closed, orphans, failure = answer(reply)
+    handled, next_due, closed, orphans, failure, now = answer(reply)
     due = int(float(next_due))
-    return Tick(int(handled), None if due < 0 else due, int(closed), int(orphans), failure.decode() or None)
+    return Tick(int(handled), None if due < 0 else due, int(closed), int(orphans), failure.decode() or None, int(now))
 
 
 def _read_group(group: _Group, reply: Reply, receipts: list[Receipt | None]) -> None:

@@ -19,7 +19,7 @@ from accumulator.errors import InvalidSettings
 from accumulator.keys import MAX_PARTITIONS, check_namespace
 from accumulator.policy import Policy, broken, duration_option, first_problem, shown, whole_number
 
-__all__ = ["MAX_CONFIG_BYTES", "Config", "Settings", "load_yaml"]
+__all__ = ["MAX_CONFIG_BYTES", "Config", "Settings", "find_config", "load_yaml"]
 
 MAX_CONFIG_BYTES: Final = 1024 * 1024
 MAX_HANDLERS: Final = 100
@@ -225,6 +225,14 @@ class Config(BaseModel):
         if odd is not None:
             raise InvalidSettings(shown(odd), "is unknown")
         return cls(**values)
+
+
+def find_config(settings: Settings, given: Path | None = None) -> Config | None:
+    """The configuration of the file that is `given`, else that the environment names, else of `config/accumulator.yaml`
+    where that is there."""
+    usual = Path("config/accumulator.yaml")
+    path = given or settings.config or (usual if usual.is_file() else None)
+    return None if path is None else Config.load(path)
 
 
 # YAML

@@ -9,7 +9,9 @@ value of the round (a :class:`ServerError`), so that the other calls of the roun
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import redis
@@ -161,6 +163,10 @@ class Store:
     def close(self) -> None:
         self.client.close()
 
+    def subscription(self, channel: str) -> Subscription:
+        """The messages of a channel, on a connection of its own; made when they are first waited for."""
+        return Subscription(self.client, channel)
+
     def perform(self, operation: Operation[T]) -> T:
         """Runs an operation to its end."""
         driver = drive(operation, self._wire)
@@ -189,6 +195,59 @@ class Store:
             return reply
         except (faults.RedisError, OSError) as error:
             return error
+
+
+class Subscription:
+    """The messages of one channel, for one thread."""
+
+    def __init__(self, client: SyncClient, channel: str) -> None:
+        self._client = client
+        self._channel = channel
+        self._pubsub: Any = None
+        self._heard = 0.0
+
+    def wait(self, seconds: float) -> list[bytes]:
+        """What came, at once where something has, else within `seconds`. An empty message stands for a subscription
+        that has just begun: what was published before is not known. Raises ServerError, after which the next call
+        subscribes anew."""
+        found: list[bytes] = []
+        try:
+            if self._pubsub is None:
+                self._pubsub = self._client.pubsub()  # type: ignore[no-untyped-call]
+                self._pubsub.subscribe(self._channel)
+                self._heard = monotonic()
+            message = self._pubsub.get_message(timeout=max(0.0, seconds))
+            while message is not None and len(found) < 1000:
+                self._heard = monotonic()
+                if message["type"] == "message":
+                    data = message["data"]
+                    found.append(data.encode() if isinstance(data, str) else data)
+                elif message["type"] == "subscribe":
+                    found.append(b"")
+                message = self._pubsub.get_message(timeout=0.0)
+        except (faults.RedisError, OSError) as error:
+            self.close()
+            raise translate(error) from None
+        return found
+
+    def check(self, patience: float) -> None:
+        """Asks for a sign of life, and subscribes anew where none came for `patience` seconds: a peer that vanished
+        says nothing. To be called now and then."""
+        if self._pubsub is None:
+            return
+        if monotonic() - self._heard > patience:
+            self.close()
+            return
+        try:
+            self._pubsub.ping()
+        except (faults.RedisError, OSError):
+            self.close()
+
+    def close(self) -> None:
+        pubsub, self._pubsub = self._pubsub, None
+        if pubsub is not None:
+            with suppress(faults.RedisError, OSError):
+                pubsub.close()
 
 
 class AsyncStore:

@@ -14,6 +14,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Set
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +23,10 @@ import hypothesis
 import pytest
 import redis
 
+from accumulator.client import Accumulator
 from accumulator.embedded import EmbeddedServer, ServerBinary, find_servers, wheel_server
+from accumulator.testing import VirtualClock
+from tests.invariants import check_invariants
 
 # The machine's load is no fault of a test; pytest-timeout catches what really hangs.
 hypothesis.settings.register_profile(
@@ -135,9 +139,7 @@ def start_server(request: pytest.FixtureRequest, namespace: str) -> Iterator[Sta
 
     def start(kind: str | None = None, **options: Any) -> EmbeddedServer:
         if kind is None:
-            kind = (
-                request.getfixturevalue("server_kind") if "server_kind" in request.fixturenames else "valkey"
-            )
+            kind = request.getfixturevalue("server_kind") if "server_kind" in request.fixturenames else "valkey"
         options["config"] = TEST_OPTIONS | options.get("config", {})
         started.append(EmbeddedServer(binary=KINDS[kind], **options))
         return started[-1].start()
@@ -160,9 +162,7 @@ def redis_url(server: EmbeddedServer) -> str:
 
 
 class MakeClient(Protocol):
-    def __call__(
-        self, *, protocol: int = 2, decode_responses: bool = False, **options: Any
-    ) -> redis.Redis: ...
+    def __call__(self, *, protocol: int = 2, decode_responses: bool = False, **options: Any) -> redis.Redis: ...
 
 
 @pytest.fixture
@@ -171,9 +171,7 @@ def make_client(redis_url: str) -> Iterator[MakeClient]:
     clients: list[redis.Redis] = []
 
     def make(*, protocol: int = 2, decode_responses: bool = False, **options: Any) -> redis.Redis:
-        clients.append(
-            redis.Redis.from_url(redis_url, protocol=protocol, decode_responses=decode_responses, **options)
-        )
+        clients.append(redis.Redis.from_url(redis_url, protocol=protocol, decode_responses=decode_responses, **options))
         return clients[-1]
 
     yield make
@@ -188,6 +186,40 @@ def fake(request: pytest.FixtureRequest, namespace: str) -> Iterator[fakeredis.F
     yield server
     with fakeredis.FakeRedis(server=server, protocol=2) as control:
         check_keys(control, _allowed(request, namespace))
+
+
+# -- accumulators
+
+
+@pytest.fixture
+def live(make_client: MakeClient, namespace: str) -> Iterator[Accumulator]:
+    """An accumulator on `server` and under its clock. Whatever the test did, its keys agree with each other."""
+    client = make_client()
+    yield Accumulator(client, namespace=namespace)
+    check_invariants(client, namespace)
+
+
+@pytest.fixture
+def clock() -> VirtualClock:
+    """A clock that only the test moves, with the workers it acts for."""
+    return VirtualClock()
+
+
+@pytest.fixture
+def virtual(make_client: MakeClient, namespace: str, clock: VirtualClock) -> Iterator[Accumulator]:
+    """The same as `live` under `clock`."""
+    client = make_client()
+    yield clock.attach(Accumulator(client, namespace=namespace, partitions=4, clock=clock))
+    check_invariants(client, namespace)
+
+
+def event(
+    event_id: str, bucket_key: str = "t:f:1", at: VirtualClock | datetime | None = None, **fields: Any
+) -> dict[str, Any]:
+    """An event's fields; it occurred at `at`, by default now."""
+    occurred_at = at.instant if isinstance(at, VirtualClock) else at or datetime.now(UTC)
+    needed = {"event_id": event_id, "bucket_key": bucket_key, "kind": "k", "source": "s", "occurred_at": occurred_at}
+    return needed | fields
 
 
 @pytest.fixture(scope="session")

@@ -678,9 +678,7 @@ class Simulation:
         bucket = self.bucket(event.bucket_key)
         outcome = bucket.push(event, self.now, latest)
         if outcome["outcome"] == "reconciled":
-            self.queued.append(
-                {"event_id": event.event_id, "bucket_key": event.bucket_key, "code": outcome["code"]}
-            )
+            self.queued.append({"event_id": event.event_id, "bucket_key": event.bucket_key, "code": outcome["code"]})
         self.outcomes.append(outcome)
         return outcome
 

@@ -71,9 +71,7 @@ def _get(server: EmbeddedServer, name: str) -> bytes | None:
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_options_reach_the_server(
-    start_server: StartServer, server_kind: str, tmp_path: Path, durable: bool
-) -> None:
+def test_options_reach_the_server(start_server: StartServer, server_kind: str, tmp_path: Path, durable: bool) -> None:
     server = start_server(data_dir=tmp_path / "data with space", appendonly=durable)
     expected = dict(SERVER_OPTIONS) | (dict(DURABLE_OPTIONS) if durable else {"appendonly": "no", "save": ""})
     with redis.Redis.from_url(server.url, protocol=2, decode_responses=True) as client:
@@ -101,9 +99,7 @@ def test_further_options_win(start_server: StartServer, server_kind: str) -> Non
 
 
 def test_refused_option_is_named_without_its_value(start_server: StartServer, server_kind: str) -> None:
-    with pytest.raises(
-        ServerUnavailable, match=r"did not start.*option no-such-option: Bad directive"
-    ) as caught:
+    with pytest.raises(ServerUnavailable, match=r"did not start.*option no-such-option: Bad directive") as caught:
         start_server(config={"no-such-option": "s3cr3t-marker"})
     assert "s3cr3t-marker" not in str(caught.value)
 
@@ -163,9 +159,7 @@ def test_data_outlives_kill_and_a_new_object(tmp_path: Path, server_kind: str, n
 
 def test_second_server_on_a_folder_is_refused(start_server: StartServer, tmp_path: Path) -> None:
     first = start_server(data_dir=tmp_path)
-    with pytest.raises(
-        ServerUnavailable, match=f"in use by another embedded server .of process {os.getpid()}"
-    ):
+    with pytest.raises(ServerUnavailable, match=f"in use by another embedded server .of process {os.getpid()}"):
         EmbeddedServer(tmp_path).start()
     assert first.running
     first.stop()

@@ -134,9 +134,7 @@ def test_received_at_is_ignored_whatever_it_is() -> None:
 
 def test_unknown_fields_are_refused_by_name() -> None:
     refused({**BASE, "bucketkey": "x"}, "bucketkey", "is not a field of the envelope")
-    refused(
-        {**BASE, "received_at": WHEN, "_occurred_ms": 5}, "_occurred_ms", "is not a field of the envelope"
-    )
+    refused({**BASE, "received_at": WHEN, "_occurred_ms": 5}, "_occurred_ms", "is not a field of the envelope")
     refused({**BASE, "x" * 1000: 1}, "x" * 40, "is not a field of the envelope")
     refused({**BASE, "a\nb": 1}, r"'a\nb'", "is not a field of the envelope")
     refused({**BASE, 5: 1}, "event", "is not a field of the envelope")
@@ -792,7 +790,7 @@ NO_JSON: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize("wrap", ["alone", "list", "dict", "deep"])
-@pytest.mark.parametrize(("value", "rule"), NO_JSON, ids=lambda value: ascii(value)[:30])
+@pytest.mark.parametrize(("value", "rule"), NO_JSON, ids=lambda value: type(value).__name__)
 def test_what_is_no_json_is_refused_by_name(wrap: str, value: Any, rule: str) -> None:
     match wrap:
         case "list":
@@ -804,7 +802,9 @@ def test_what_is_no_json_is_refused_by_name(wrap: str, value: Any, rule: str) ->
     refuse("payload", value, rule)
 
 
-@pytest.mark.parametrize("value", [MISSING, b"x", bytearray(b"x"), memoryview(b"x")], ids=ascii)
+@pytest.mark.parametrize(
+    "value", [MISSING, b"x", bytearray(b"x"), memoryview(b"x")], ids=lambda value: type(value).__name__
+)
 def test_inside_json_there_is_nothing_missing_and_no_bytes(value: Any) -> None:
     hint = "" if value is MISSING else "; only a whole payload may be bytes"
     for payload in ([1, value], {"a": 1, "b": value}, {"f": 1.5, "a": [{"b": (None, value)}]}):
@@ -1181,9 +1181,9 @@ bounded = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size
         optional={
             "source_version": st.integers(0, 2**63 - 1),
             "policy_version": st.integers(0, 2**31 - 1),
-            "deadline_at": st.datetimes(
-                datetime(2000, 1, 1), datetime(2100, 1, 1), timezones=st.just(UTC)
-            ).map(datetime.isoformat),
+            "deadline_at": st.datetimes(datetime(2000, 1, 1), datetime(2100, 1, 1), timezones=st.just(UTC)).map(
+                datetime.isoformat
+            ),
             "weight": st.integers(0, 2**31 - 1),
             "payload": json_values | st.binary(max_size=40),
             "ref": bounded | st.just(""),
@@ -1264,8 +1264,7 @@ def test_no_payload_key_or_reference_in_a_repr() -> None:
     event = Event.of({**FULL, "payload": {"secret": "s3cr3t"}})
     assert repr(event) == str(event)
     assert repr(event) == (
-        "Event(event_id='e1', kind='item_added', source='shop', "
-        "occurred_at='2026-10-16T14:00:00.250000+00:00')"
+        "Event(event_id='e1', kind='item_added', source='shop', occurred_at='2026-10-16T14:00:00.250000+00:00')"
     )
 
 
@@ -1453,9 +1452,7 @@ def test_of_a_key_given_twice_the_last_one_counts() -> None:
 
 
 @settings(max_examples=200)
-@given(
-    st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=6), json_values, max_size=4)
-)
+@given(st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=6), json_values, max_size=4))
 def test_any_json_object_is_read_exactly(value: dict[str, Any]) -> None:
     for line in (orjson.dumps(value), json.dumps(value).encode()):
         assert exact(parse_json_line(line)) == exact(value)

@@ -47,9 +47,7 @@ def test_names(name: str) -> None:
 
 def test_every_key_function_is_pinned() -> None:
     functions = {
-        name
-        for name, function in inspect.getmembers(keys, inspect.isfunction)
-        if function.__module__ == keys.__name__
+        name for name, function in inspect.getmembers(keys, inspect.isfunction) if function.__module__ == keys.__name__
     }
     assert functions - {"prefix", "partition_of", "check_namespace"} == set(GOLDEN)
 

@@ -34,9 +34,7 @@ def test_scenarios_hold(path: Path) -> None:
 
 def test_an_answer_has_all_the_fields_of_the_description_and_no_other() -> None:
     event = {"event_id": "E1", "bucket_key": "t:pedido:1"}
-    policies = {
-        "pedido": {"inactivity": "10s", "kinds": ["event"], "on_conflict": "keep_first", "max_events": 2}
-    }
+    policies = {"pedido": {"inactivity": "10s", "kinds": ["event"], "on_conflict": "keep_first", "max_events": 2}}
     steps: list[dict[str, Any]] = [
         {"at": "0s", "push": [event, event, event | {"weight": 2}, event | {"event_id": "E2", "kind": "x"}]},
         {"at": "1s", "push": [event | {"event_id": "E3"}, event | {"event_id": "E4"}]},
@@ -106,13 +104,8 @@ def test_expect_names_what_differs() -> None:
         "outcomes": [{"outcome": "accepted", "late": False}],
         "counters": {"received": 1, "accepted": 1},
     }
-    assert (
-        compare_expect(answer, {"outcomes": [{"late": False, "closed": None}], "counters": {"received": 1}})
-        == []
-    )
-    assert compare_expect(
-        answer, {"outcomes": [{"late": True}, {}], "counters": {"accepted": 2}, "opened": []}
-    ) == [
+    assert compare_expect(answer, {"outcomes": [{"late": False, "closed": None}], "counters": {"received": 1}}) == []
+    assert compare_expect(answer, {"outcomes": [{"late": True}, {}], "counters": {"accepted": 2}, "opened": []}) == [
         "outcomes: 1 entries, expected 2",
         "outcomes[0]: late is False, expected True",
         "counters: accepted is 1, expected 2",
@@ -222,9 +215,7 @@ def faults(scenario: dict[str, Any], answer: dict[str, Any]) -> Iterator[str]:
     pushed = [
         event
         for step in scenario["steps"]
-        for event in (
-            step["push"] if isinstance(step.get("push"), list) else [step["push"]] if "push" in step else []
-        )
+        for event in (step["push"] if isinstance(step.get("push"), list) else [step["push"]] if "push" in step else [])
     ]
     windows = {(m["bucket_key"], m["window_version"]): m for m in [*answer["manifests"], *answer["open"]]}
     if len(windows) != len(answer["manifests"]) + len(answer["open"]):
@@ -276,14 +267,14 @@ def test_a_difference_is_found_and_shrunk() -> None:
     before = copy.deepcopy(scenario)
     small = shrink(flawed, scenario)
     assert scenario == before
-    assert len(small["steps"]) <= 2
-    assert sum(len(step["push"]) if isinstance(step["push"], list) else 1 for step in small["steps"]) <= 3
-    assert compare(flawed, [small]) == [["answer.outcomes[1].outcome: 'accepted', 'revised' by the model"]]
+    pushes = [step["push"] for step in small["steps"] if "push" in step]
+    assert len(small["steps"]) <= 4
+    assert sum(len(push) if isinstance(push, list) else 1 for push in pushes) <= 3
+    (line,) = compare(flawed, [small])[0]
+    assert line.endswith(".outcome: 'accepted', 'revised' by the model")
 
 
-def test_the_command_says_what_differs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_what_differs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     first = next(seed for seed in range(1000) if compare(flawed, [history(seed)])[0])
     simulator = SimpleNamespace(run_scenarios=flawed)
     monkeypatch.setattr("importlib.import_module", lambda name: simulator)

@@ -185,9 +185,7 @@ def test_the_options_and_their_defaults_are_those_of_the_contract() -> None:
         "inactivity": "required",
         **{name: text for name, (text, _) in DEFAULTS.items()},
     }
-    assert policy().model_dump() == {"inactivity": 10_000} | {
-        name: value for name, (_, value) in DEFAULTS.items()
-    }
+    assert policy().model_dump() == {"inactivity": 10_000} | {name: value for name, (_, value) in DEFAULTS.items()}
     assert list(OPTIONS) == list(Policy.model_fields)
     assert all(meaning for _, meaning in OPTIONS.values())
 
@@ -360,14 +358,8 @@ REFUSED: list[tuple[dict[Any, Any], str, str]] = [
     ),
     *(({option: "0s"}, option, "must be above zero, not '0s'") for option in POSITIVE),
     *(({option: 0}, option, "0 is a bare number: write it with its unit, as in 10s") for option in POSITIVE),
-    *(
-        ({option: "-5s"}, option, "must not be negative, and is '-5s'")
-        for option in (*POSITIVE, *ZERO_IS_FINE)
-    ),
-    *(
-        ({option: "3651d"}, option, "must be at most 3650d, not '3651d'")
-        for option in (*POSITIVE, *ZERO_IS_FINE)
-    ),
+    *(({option: "-5s"}, option, "must not be negative, and is '-5s'") for option in (*POSITIVE, *ZERO_IS_FINE)),
+    *(({option: "3651d"}, option, "must be at most 3650d, not '3651d'") for option in (*POSITIVE, *ZERO_IS_FINE)),
     *(({option: "soon"}, option, f"{TIME}'soon'") for option in (*POSITIVE, *ZERO_IS_FINE)),
     *(({option: False}, option, f"{TIME}false") for option in (*POSITIVE, *ZERO_IS_FINE)),
     *(
@@ -413,16 +405,8 @@ REFUSED: list[tuple[dict[Any, Any], str, str]] = [
             ([f"k{n}" for n in range(1001)], "must list at most 1000 kinds"),
         ]
     ),
-    *(
-        ({option: value}, option, f"must be {said}")
-        for option, said in CHOICES.items()
-        for value in NO_CHOICE
-    ),
-    *(
-        ({option: None}, option, f"must be {said}")
-        for option, said in CHOICES.items()
-        if option != "order_by"
-    ),
+    *(({option: value}, option, f"must be {said}") for option, said in CHOICES.items() for value in NO_CHOICE),
+    *(({option: None}, option, f"must be {said}") for option, said in CHOICES.items() if option != "order_by"),
 ]
 
 
@@ -431,9 +415,7 @@ REFUSED: list[tuple[dict[Any, Any], str, str]] = [
     REFUSED,
     ids=[f"{n}-{option[:20]}" for n, (_, option, _) in enumerate(REFUSED)],
 )
-def test_a_wrong_policy_is_refused_with_option_and_reason(
-    options: dict[str, Any], option: str, reason: str
-) -> None:
+def test_a_wrong_policy_is_refused_with_option_and_reason(options: dict[str, Any], option: str, reason: str) -> None:
     error = refused({"inactivity": "10s"} | options)
     assert (error.flow, error.field, error.rule) == ("pedido", option, reason)
     assert str(error) == f"policy pedido: {option}: {reason}"
@@ -459,9 +441,7 @@ def test_a_policy_is_a_mapping(options: object, said: str) -> None:
 
 
 def test_a_policy_made_directly_is_checked_the_same_way() -> None:
-    with pytest.raises(
-        InvalidPolicy, match="max_events: must be a whole number from 1 to 100000, not 0"
-    ) as caught:
+    with pytest.raises(InvalidPolicy, match="max_events: must be a whole number from 1 to 100000, not 0") as caught:
         policy(max_events=0)
     assert caught.value.flow == "(unnamed)"
     assert caught.value.__context__ is None
@@ -499,15 +479,12 @@ def test_what_can_not_stand_in_a_bucket_key_names_no_flow(flow: Any, said: str, 
 
 
 def test_the_rules_of_a_policy_that_only_names_its_gap() -> None:
-    assert policy().rules() == (
-        "10000 3600000 1000 1048576 - 65536 - - 0 0 86400000 10 1 r - a a s a 1 0 0 0 e rq"
-    )
+    assert policy().rules() == ("10000 3600000 1000 1048576 - 65536 - - 0 0 86400000 10 1 r - a a s a 1 0 0 0 e rq")
 
 
 def test_the_rules_of_a_policy_that_names_everything() -> None:
     assert Policy(**EVERYTHING).rules() == (
-        "90000 172800000 50 1000 9007199254740991 2000 60000 0 250 5000 259200000 3 "
-        "0 n o q r k l 0 1 1 1 t direct"
+        "90000 172800000 50 1000 9007199254740991 2000 60000 0 250 5000 259200000 3 0 n o q r k l 0 1 1 1 t direct"
     )
 
 
@@ -540,9 +517,7 @@ def test_the_rules_of_a_policy_that_names_everything() -> None:
 def test_each_option_moves_its_own_tokens(options: dict[str, Any], changed: dict[int, str]) -> None:
     before, after = policy().rules().split(" "), policy(**options).rules().split(" ")
     assert len(before) == len(after) == 25
-    assert {
-        n: token for n, (token, old) in enumerate(zip(after, before, strict=True)) if token != old
-    } == changed
+    assert {n: token for n, (token, old) in enumerate(zip(after, before, strict=True)) if token != old} == changed
 
 
 def test_a_kind_has_the_letters_of_its_lists() -> None:
@@ -645,9 +620,7 @@ def policies(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(policies(), policies())
-def test_the_canonical_text_tells_everything_and_nothing_else(
-    one: dict[str, Any], two: dict[str, Any]
-) -> None:
+def test_the_canonical_text_tells_everything_and_nothing_else(one: dict[str, Any], two: dict[str, Any]) -> None:
     first, second = Policy(**one), Policy(**two)
     text = first.canonical_json()
     assert Policy.from_json(text) == first
@@ -685,9 +658,7 @@ def instants(runs: str) -> list[int]:
     numbers = [int(token) for token in runs.split(" ")] if runs else []
     starts = numbers[::2]
     assert starts == sorted(starts)
-    return [
-        start + n * DAY_MS for start, count in zip(starts, numbers[1::2], strict=True) for n in range(count)
-    ]
+    return [start + n * DAY_MS for start, count in zip(starts, numbers[1::2], strict=True) for n in range(count)]
 
 
 def ms(text: str) -> int:
@@ -724,11 +695,7 @@ def minute_by_minute(zone: str, around: date) -> tuple[int, int, dict[int, int]]
 def expected(zone: str, around: date, cutoffs: list[str]) -> set[int]:
     first, last, fell = minute_by_minute(zone, around)
     wanted = {int(text[:2]) * 60 + int(text[3:]) for text in cutoffs}
-    return {
-        minute * 60_000
-        for local, minute in fell.items()
-        if local % 1440 in wanted and first <= minute <= last
-    }
+    return {minute * 60_000 for local, minute in fell.items() if local % 1440 in wanted and first <= minute <= last}
 
 
 def found(zone: str, around: date, cutoffs: list[str], years: int = 1) -> set[int]:
@@ -779,9 +746,7 @@ def test_cutoffs_fall_when_the_clock_on_the_wall_says_so(zone: str, around: date
     st.sampled_from(CHANGES + CALM),
     st.lists(st.times().map(lambda t: f"{t:%H:%M}"), min_size=1, max_size=5, unique=True),
 )
-def test_any_cutoffs_fall_when_the_clock_on_the_wall_says_so(
-    where: tuple[str, date], cutoffs: list[str]
-) -> None:
+def test_any_cutoffs_fall_when_the_clock_on_the_wall_says_so(where: tuple[str, date], cutoffs: list[str]) -> None:
     assert found(*where, cutoffs) == expected(*where, cutoffs)
 
 
@@ -798,11 +763,7 @@ def test_any_cutoffs_fall_when_the_clock_on_the_wall_says_so(
 )
 def test_a_cutoff_at_an_odd_local_time(zone: str, cutoff: str, instant: str) -> None:
     at = ms(instant)
-    coming = [
-        i
-        for i in instants(policy(cutoffs=[cutoff], timezone=zone).cutoff_runs(at))
-        if abs(i - at) < DAY_MS // 2
-    ]
+    coming = [i for i in instants(policy(cutoffs=[cutoff], timezone=zone).cutoff_runs(at)) if abs(i - at) < DAY_MS // 2]
     assert coming == [at]
 
 

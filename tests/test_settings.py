@@ -182,9 +182,7 @@ def test_a_url_is_shown_without_what_is_secret(url: str, shown: str) -> None:
         (f"unix://:{SECRET}@", "must hold three slashes before the socket: unix:///path"),
     ],
 )
-def test_a_wrong_url_is_refused_without_being_shown(
-    url: str, rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_url_is_refused_without_being_shown(url: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCUMULATOR_REDIS_URL", url)
     error = refused()
     assert (error.field, error.rule) == ("redis_url", rule)

@@ -40,7 +40,7 @@ local function move(m, state, cause, ...)
   put('HSET', m.name, 'state', state, 'since', now, 'attempt', m.attempt, 'failures', m.failures, 'steps', m.steps,
     'step' .. m.steps, format('%d', now) .. ' ' .. state .. ' ' .. m.attempt .. ' ' .. cause, ...)
   if ATTENTION[state] then
-    put('ZADD', prefix .. 'attention', now, m.id)
+    put_first('ZADD', prefix .. 'attention', now, m.id)
   elseif ATTENTION[before] then
     put('ZREM', prefix .. 'attention', m.id)
   end
@@ -102,8 +102,8 @@ local function fail(m, cause, delay, ...)
     leave(m, 'dead', cause, 'token', '', ...)
   else
     move(m, 'retrying', cause, 'token', '', ...)
-    put('ZADD', KEYS[1], now + delay, 'm:' .. m.id)
-    wake = math.min(wake or math.huge, now + delay)
+    wake = math.min(wake or math.huge, now + math.max(delay, 1))
+    put('ZADD', KEYS[1], now + math.max(delay, 1), 'm:' .. m.id)
   end
 end
 

@@ -32,8 +32,8 @@ if holds(m, ARGV[3]) then
     fail(m, cause, delay, unpack(extra))
   elseif to == 'returned' then
     move(m, 'retrying', cause, 'token', '', unpack(extra))
-    put('ZADD', KEYS[1], now + delay, 'm:' .. m.id)
-    wake = now + delay
+    wake = now + math.max(delay, 1)
+    put('ZADD', KEYS[1], wake, 'm:' .. m.id)
   elseif to == 'awaiting_approval' then
     move(m, to, cause, 'token', '', unpack(extra))
     put('HDEL', m.name, 'approved')

@@ -86,7 +86,7 @@ for i = 1, #tenants do
   queues[i] = { tenant = tenant, list = prefix .. 'ready:' .. sink .. ':' .. tenant, room = room, at = 0, waiting = {} }
 end
 
-local count_taken, progress = 0, true
+local count_taken, progress, seen = 0, true, {}
 while count_taken < most and progress do
   progress = false
   for i = 1, #queues do
@@ -100,7 +100,9 @@ while count_taken < most and progress do
       if window_id then
         table.remove(q.waiting, 1)
         q.at, progress = q.at + 1, true
-        local m = load_manifest(window_id)
+        -- One that was put back by its watch and by its lease stands here twice.
+        local m = seen[window_id] and {} or load_manifest(window_id)
+        seen[window_id] = true
         if m.state == 'closed' or m.state == 'retrying' or m.state == 'dispatched' then
           local cause = 'taken'
           if m.state == 'dispatched' then
@@ -133,6 +135,5 @@ for i = 1, #queues do
   end
 end
 commit()
-wake = nil
 finish()
 return taken

@@ -7,7 +7,7 @@
 -- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere
 -- ARGV[2] -> how many timers at the most
 -- reply   -> {timers handled, the next due instant or -1, windows closed, timers whose record is not to be seen,
---            what went wrong with one of them, or ''}
+--            what went wrong with one of them, or '', the instant of this call}
 -- cost    -> O(limit * log open windows)
 
 local orphans, failure = 0, nil
@@ -19,19 +19,20 @@ local function orphan(member)
   orphans = orphans + 1
   count('orphans')
   local since = call('HGET', prefix .. 'orphans', member)
-  if since and now - since >= 60000 then
-    call('HDEL', prefix .. 'orphans', member)
-    call('ZREM', KEYS[1], member)
-    audit(now, 'anomaly', string.sub(member, 3), '', 'code', 'orphan_timer_dropped')
-    commit()
-  else
-    call('ZADD', KEYS[1], now + 60000, member)
-    if not since then
-      call('HSET', prefix .. 'orphans', member, now)
-      audit(now, 'anomaly', string.sub(member, 3), '', 'code', 'orphan_timer')
-      commit()
-    end
+  if since and tonumber(call('ZSCORE', KEYS[1], member)) ~= since + 60000 then
+    since = nil -- its bucket was alive since
   end
+  if since then
+    audit(now, 'anomaly', string.sub(member, 3), '', 'code', 'orphan_timer_dropped')
+    put('HDEL', prefix .. 'orphans', member)
+    put('ZREM', prefix .. 'open', string.sub(member, 3))
+    put('ZREM', KEYS[1], member)
+  else
+    put('HSET', prefix .. 'orphans', member, now)
+    audit(now, 'anomaly', string.sub(member, 3), '', 'code', 'orphan_timer')
+    put('ZADD', KEYS[1], now + 60000, member)
+  end
+  commit()
 end
 
 local closed = 0
@@ -69,7 +70,7 @@ for i = 1, #due do
   local ok, problem = pcall(handle, due[i])
   if not ok then
     -- One bucket that can't be closed must not keep the others from it.
-    journal = {}
+    journal, ahead = {}, 1
     count('anomalies')
     call('ZADD', KEYS[1], now + 10000, due[i])
     failure = type(problem) == 'table' and problem.err or problem
@@ -77,4 +78,4 @@ for i = 1, #due do
 end
 finish()
 local next_due = call('ZRANGE', KEYS[1], 0, 0, 'WITHSCORES')[2]
-return { #due, next_due or '-1', closed, orphans, failure or '' }
+return { #due, next_due or '-1', closed, orphans, failure or '', format('%d', now) }

@@ -17,7 +17,7 @@
 --   flushed  '<nonce> <window_id>' of the last flush that named no version
 --
 -- A script decides on these tables, and writes through `put` when all is decided: Redis undoes nothing.
-local journal, stats, wake, handed_over = {}, {}, nil, 0
+local journal, ahead, stats, wake, handed_over = {}, 1, {}, nil, 0
 
 local function put(...)
   journal[#journal + 1] = { ... }
@@ -27,11 +27,17 @@ local function count(name, by)
   stats[name] = (stats[name] or 0) + (by or 1)
 end
 
+-- For what may write to a key that is not there yet: such a write fails, before any other, where the slot is moving.
+local function put_first(...)
+  table.insert(journal, ahead, { ... })
+  ahead = ahead + 1
+end
+
 local function commit()
   for i = 1, #journal do
     call(unpack(journal[i]))
   end
-  journal = {}
+  journal, ahead = {}, 1
 end
 
 -- Last of all in a script: the counters, and the wake-up of workers that sleep longer than this.
@@ -122,10 +128,10 @@ local function make_ready(window_id, bucket_key, rules)
   local tenant = match(bucket_key, '^[^:]+')
   local list = prefix .. 'ready:' .. rules.sink .. ':' .. tenant
   if not listed[list] and call('EXISTS', list) == 0 then
-    put('RPUSH', prefix .. 'tenants:' .. rules.sink, tenant)
+    put_first('RPUSH', prefix .. 'tenants:' .. rules.sink, tenant)
   end
   listed[list] = true
-  put('RPUSH', list, window_id)
+  put_first('RPUSH', list, window_id)
   wake = math.min(wake or now, now)
 end
 

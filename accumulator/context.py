@@ -1,39 +1,28 @@
-"""One attempt of a manifest: what a handler sees of it, and how its end is recorded.
+"""What a handler sees of a manifest, and what it may do: effects, stages, checkpoints.
 
-Whoever runs attempts (the direct runner, an RQ job) calls :func:`run_attempt`; it begins, runs the handler and settles,
-each by one atomic script that checks the attempt's token. An attempt whose lease ran out can begin and confirm nothing
-more: :class:`LeaseLost` ends it, and somebody else has taken over.
+All of it asks the server under the attempt's token. An attempt whose lease ran out can begin and confirm nothing more:
+:class:`LeaseLost` ends it, and somebody else has taken over.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import random
 import secrets
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from time import monotonic
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
 import orjson
 
 from accumulator.client import Accumulator
-from accumulator.errors import AccumulatorError, HandlerMissing, InvalidInput
-from accumulator.handlers import (
-    Diverged,
-    Handler,
-    NotDone,
-    PermanentError,
-    RetryLater,
-    Superseded,
-    handler_for,
-)
+from accumulator.envelope import MISSING
+from accumulator.errors import InvalidInput
+from accumulator.handlers import Diverged, Handler, NotDone, Superseded, Timeout
 from accumulator.manifest import Manifest, StoredEvent
 from accumulator.policy import Policy
-
-MARGIN_MS: Final = 10_000
-"""How much longer than the handler's timeout the lease runs: time to record what came of it."""
 
 MAX_CHECKPOINT: Final = 16 << 10
 MAX_RESULT: Final = 64 << 10
@@ -41,6 +30,14 @@ MAX_RESULT: Final = 64 << 10
 
 class LeaseLost(Exception):
     """The attempt's lease ran out, or a person decided otherwise: it has no say any more."""
+
+
+class NeedsApproval(Exception):
+    """A person has to approve the proposal."""
+
+
+class Stale(Exception):
+    """The proposal did not hold any more, three times in a row."""
 
 
 class Uncertain(Exception):
@@ -64,13 +61,6 @@ def _encode(value: object, field: str, most: int) -> str:
     if len(text) > most:
         raise InvalidInput(field, f"must be at most {most} bytes of JSON, and is {len(text)}")
     return text.decode()
-
-
-def _resolve(value: Any) -> Any:
-    """The value, or what a coroutine gives, run to its end."""
-    if inspect.iscoroutine(value):
-        return asyncio.run(value)
-    return value
 
 
 class Effect:
@@ -100,7 +90,7 @@ class Effect:
     def __enter__(self) -> Self:
         told = self._step("begin")
         if told == "uncertain":
-            found = None if self._verify is None else _resolve(self._verify(self.key))
+            found = None if self._verify is None else self._ctx._resolve(self._verify(self.key))
             if found is None:
                 raise Uncertain(self._name)
             if found is False:
@@ -135,13 +125,15 @@ class Context:
     """What a handler gets: the manifest, its events, and what it may do under this attempt.
 
     `manifests` are all that this hand-over holds, the oldest first, `manifest` the last of them; `events` those of all.
-    `results` holds what earlier stages returned. Only an attempt that holds its lease may do anything: LeaseLost else.
+    `results` holds what earlier stages returned, `left` the checkpoint it leaves. Only an attempt that holds its lease
+    may do anything: LeaseLost else.
     """
 
     def __init__(self, accumulator: Accumulator, handler: Handler, manifests: tuple[Manifest, ...], token: str) -> None:
         self._accumulator = accumulator
         self._token = token
-        self._left: str = ""
+        self._until = monotonic() + handler.timeout / 1000
+        self.left = ""
         self.handler = handler
         self.manifests = manifests
         self.manifest = manifests[-1]
@@ -155,6 +147,20 @@ class Context:
 
     def __repr__(self) -> str:
         return f"<Context {self.window_id} attempt {self.attempt}>"
+
+    def _resolve(self, value: Any) -> Any:
+        """The value, or what a coroutine gives, run to its end in a loop of its own, within the handler's timeout."""
+        return asyncio.run(self._bounded(value)) if inspect.isawaitable(value) else value
+
+    async def _bounded(self, value: Any) -> Any:
+        scope = asyncio.timeout(self._until - monotonic())
+        try:
+            async with scope:
+                return await value
+        except TimeoutError:
+            if scope.expired():
+                raise Timeout from None
+            raise
 
     def _perform(self, name: str, *args: Any) -> Any:
         return self._accumulator.store.perform(getattr(self._accumulator.operations, name)(*args))
@@ -210,7 +216,7 @@ class Context:
 
     def leave(self, checkpoint: Any) -> None:
         """Leaves a checkpoint (a JSON value, up to 16 KiB) to the bucket's next window, when this one is confirmed."""
-        self._left = _encode(checkpoint, "checkpoint", MAX_CHECKPOINT)
+        self.left = _encode(checkpoint, "checkpoint", MAX_CHECKPOINT)
 
     def effect(self, name: str, *, event_id: str | None = None, verify: Callable[[str], Any] | None = None) -> Effect:
         """A consequence outside, once: ``with ctx.effect("charge") as effect: if effect.needed: …``, or ``async with``.
@@ -236,7 +242,7 @@ class Context:
         """``call(key)`` as an effect: its result, or the recorded one where it was done before."""
         with self.effect(name, event_id=event_id, verify=verify) as effect:
             if effect.needed:
-                effect.result = _resolve(call(effect.key))
+                effect.result = self._resolve(call(effect.key))
         return effect.result
 
     def superseded(self) -> None:
@@ -254,7 +260,16 @@ class Context:
                 return
         raise InvalidInput("event_id", "is not in this manifest")
 
-    # --- stages ---
+    def run(self) -> None:
+        """Runs the handler to its end; raises what it raises, and NeedsApproval, Stale, Uncertain, Diverged."""
+        if self.handler.stages is not None:
+            self._run_stages(self.handler.stages)
+        elif self.handler.function is not None:
+            self._resolve(self.handler.function(self))
+
+    def quotes(self, text: str) -> bool:
+        """Whether a text quotes one of the payloads."""
+        return any(part in text for entry in self.events for part in _texts(entry.event.payload))
 
     def _run_stages(self, stages: Any) -> None:
         kept = self._perform("stages", self.window_id)
@@ -262,14 +277,14 @@ class Context:
         for _ in range(3):
             for name in ("load", "interpret", "propose"):
                 self._stage(stages, name)
-            if self.approved_by is None and hasattr(stages, "approve") and _resolve(stages.approve(self)):
-                raise _NeedsApproval
-            if not hasattr(stages, "revalidate") or _resolve(stages.revalidate(self)) is not False:
+            if self.approved_by is None and hasattr(stages, "approve") and self._resolve(stages.approve(self)):
+                raise NeedsApproval
+            if not hasattr(stages, "revalidate") or self._resolve(stages.revalidate(self)) is not False:
                 break
             self.results.clear()
             self.approved_by = None
         else:
-            raise _Stale
+            raise Stale
         if hasattr(stages, "execute"):
             verify = getattr(stages, "verify", None)
             self.results["execute"] = self.once(
@@ -277,133 +292,25 @@ class Context:
                 lambda key: stages.execute(self, key),
                 verify=None if verify is None else lambda key: verify(self, key),
             )
-        if hasattr(stages, "confirm") and _resolve(stages.confirm(self)) is False:
+        if hasattr(stages, "confirm") and self._resolve(stages.confirm(self)) is False:
             raise Diverged
 
     def _stage(self, stages: Any, name: str) -> None:
         if name in self.results or not hasattr(stages, name):
             return
-        self.results[name] = _resolve(getattr(stages, name)(self))
+        self.results[name] = self._resolve(getattr(stages, name)(self))
         if not self._ask("save_stage", name, _encode(self.results[name], name, MAX_RESULT)):
             raise LeaseLost
 
 
-class _NeedsApproval(Exception):
-    pass
-
-
-class _Stale(Exception):
-    pass
-
-
-class Ended(NamedTuple):
-    """How an attempt ended: `ending` as settle takes it (``refused``: it was not granted, or had no say any more), the
-    `cause`, and the handler's exception if it raised one."""
-
-    ending: str
-    cause: str
-    error: Exception | None = None
-
-
-def back_off(handler: Handler, failures: int) -> int:
-    """ms until the next attempt after so many failures: exponential, with jitter over its upper half."""
-    most = min(handler.max_backoff, handler.backoff * 2 ** min(failures, 40))
-    return int(most * random.uniform(0.5, 1.0))
-
-
-def _told(error: Exception | None, ctx: Context) -> str:
-    """Class and message of an error, for people who look at the manifest; a message that quotes a payload is left
-    out."""
-    if error is None:
-        return ""
-    text = str(error)[:500]
-    if any(quoted in text for entry in ctx.events for quoted in _texts(entry.event.payload)):
-        text = "(its message quotes the payload)"
-    return f"{type(error).__name__}: {text}"
-
-
 def _texts(value: object) -> Iterator[str]:
-    if isinstance(value, str) and len(value) >= 4:
-        yield value
-    elif isinstance(value, bytes) and len(value) >= 4:
-        yield value.decode(errors="replace")
-    elif isinstance(value, dict):
+    if isinstance(value, dict):
         for part in value.values():
             yield from _texts(part)
     elif isinstance(value, list):
         for part in value:
             yield from _texts(part)
-    elif isinstance(value, int | float) and not isinstance(value, bool) and len(repr(value)) >= 4:
-        yield repr(value)
-
-
-def run_attempt(
-    accumulator: Accumulator, window_id: str, attempt: int, *, flow: str | None = None, token: str | None = None
-) -> Ended:
-    """Runs one attempt of a manifest to its end; `flow` where it is known. Raises ServerError where the server does not
-    answer: the lease then ends, and the attempt counts as failed."""
-    perform, operations = accumulator.store.perform, accumulator.operations
-    token = token or secrets.token_hex(8)
-    if flow is None:
-        flow = perform(operations.flow_of_window(window_id))
-        if flow is None:
-            return Ended("refused", "missing")
-    try:
-        handler = handler_for(flow)
-    except HandlerMissing as missing:
-        return Ended("refused", "HandlerMissing", missing)
-    grant = perform(operations.begin(window_id, attempt, token, handler.timeout + MARGIN_MS, handler.max_attempts))
-    if grant.manifest is None:
-        return Ended("refused", grant.state or "missing")
-    manifest = grant.manifest
-    joined = [perform(operations.manifest(other)) for other in manifest.joined]
-    group = sorted((m for m in (*joined, manifest) if m is not None), key=lambda m: m.window_version)
-    ctx = Context(accumulator, handler, tuple(group), token)
-    ended, delay = _run_handler(ctx)
-    if ended.ending == "refused":
-        return ended
-    text = _told(ended.error, ctx)
-    for other in group[:-1]:
-        perform(operations.record(other))
-    told = perform(operations.settle(window_id, token, ended.ending, ended.cause, delay, text, ctx._left, manifest))
-    if told in ("effects_begun", "no_newer_window"):
-        ended = Ended("failed", told, ended.error)
-        delay = back_off(handler, ctx.failures)
-        told = perform(operations.settle(window_id, token, ended.ending, ended.cause, delay, text, "", manifest))
-    return ended if told == "done" else Ended("refused", "lease_lost", ended.error)
-
-
-def _run_handler(ctx: Context) -> tuple[Ended, int]:
-    """Runs the handler: how it ended, and the ms that go with it."""
-    handler = ctx.handler
-    try:
-        if any(m.anomaly for m in ctx.manifests):
-            return Ended("reconciling", next(m.anomaly for m in ctx.manifests if m.anomaly) or "anomaly"), 0
-        kinds = {entry.event.kind for entry in ctx.events}
-        if not handler.loads and kinds & set(ctx.policy.requery_kinds):
-            return Ended("returned", "NeedsLoad", HandlerMissing(ctx.flow)), 60_000
-        if handler.stages is not None:
-            ctx._run_stages(handler.stages)
-        elif handler.run is not None:
-            _resolve(handler.run(ctx))
-    except LeaseLost:
-        return Ended("refused", "lease_lost"), 0
-    except _NeedsApproval:
-        return Ended("awaiting_approval", "proposed"), handler.approval_limit
-    except _Stale:
-        return Ended("failed", "stale"), back_off(handler, ctx.failures)
-    except Superseded as error:
-        return Ended("superseded", "Superseded", error), 0
-    except Uncertain as error:
-        return Ended("uncertain", "effect", error), 0
-    except Diverged as error:
-        return Ended("reconciling", "Diverged", error), 0
-    except PermanentError as error:
-        return Ended("dead", type(error).__name__, error), 0
-    except RetryLater as error:
-        return Ended("failed", "RetryLater", error), error.after_ms
-    except AccumulatorError as error:
-        return Ended("failed", type(error).__name__, error), back_off(handler, ctx.failures)
-    except Exception as error:
-        return Ended("failed", type(error).__name__, error), back_off(handler, ctx.failures)
-    return Ended("confirmed", "handled"), 0
+    elif value is not MISSING and value is not None and not isinstance(value, bool):
+        text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+        if len(text) >= 4:
+            yield text

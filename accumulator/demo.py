@@ -1,0 +1,227 @@
+"""The demo: a server, workers, and some orders whose changes come in bursts.
+
+Its handlers are an example of a module that the configuration names; they say what they were given, and nothing else.
+The events have fixed ids, so that delivering them again, in the next run, shows duplicates.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from time import monotonic
+from typing import Any, Final, NamedTuple
+
+from rich.console import Console
+from rich.text import Text
+
+from accumulator.client import Accumulator
+from accumulator.context import Context
+from accumulator.envelope import Event
+from accumulator.errors import ServerError
+from accumulator.handlers import handler
+from accumulator.manifest import Manifest
+from accumulator.operations import ClosedWindow, Outcome
+
+# --- handlers ---------------------------------------------------------------------------------------------------------
+
+
+@handler("pedido")
+def order(ctx: Context) -> None:
+    """All changes of an order since the last time, at once."""
+    _received(ctx, ", ".join(entry.event.kind for entry in ctx.events))
+
+
+@handler("documento")
+def document(ctx: Context) -> None:
+    """The last text of a document (`keep: last`), however many edits there were."""
+    last = [payload for payload in ctx.manifest.payloads() if isinstance(payload, dict)]
+    _received(
+        ctx, f"{len(ctx.manifest.event_ids)} edits, the last text is {last[-1].get('text')!r}" if last else "no text"
+    )
+
+
+@handler("default")
+def anything(ctx: Context) -> None:
+    """Whatever has no handler of its own."""
+    _received(ctx, f"{len(ctx.manifest.event_ids)} events")
+
+
+def _received(ctx: Context, what: str) -> None:
+    tell("handler", f"{ctx.bucket_key} window {ctx.manifest.window_version}: {what}")
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+class Sample(NamedTuple):
+    """A delivery: seconds after the beginning, and the event."""
+
+    at: float
+    event: Event
+
+
+_DAY: Final = datetime(2026, 10, 16, 14, tzinfo=UTC)
+
+
+def _sample(
+    at: float, event_id: str, key: str, kind: str, version: int, happened: float | None = None, **payload: Any
+) -> Sample:
+    """`happened` where it is delivered later than it happened."""
+    event = Event(
+        event_id=event_id,
+        bucket_key=key,
+        kind=kind,
+        occurred_at=_DAY + timedelta(seconds=at if happened is None else happened),
+        source="loja",
+        source_version=version,
+        payload=payload,
+    )
+    return Sample(at, event)
+
+
+def _samples() -> Iterator[Sample]:
+    """Two orders, one delivery of them twice; an order that is paid; a document that is being written."""
+    one, two, paid = (f"aurora:pedido:PED-{n}" for n in (104, 105, 106))
+    text = "aurora:documento:contrato"
+    yield _sample(0.0, "E1", one, "item_adicionado", 1, sku="CAFE-500", quantidade=2)
+    yield _sample(0.2, "E8", paid, "item_adicionado", 1, sku="CHA-100", quantidade=1)
+    yield _sample(0.3, "D1", text, "editado", 1, text="Con")
+    yield _sample(0.6, "E2", one, "endereco_atualizado", 2, cep="01310-100")
+    yield _sample(0.8, "D2", text, "editado", 2, text="Contrato de")
+    yield _sample(0.9, "E3", two, "item_adicionado", 1, sku="MEL-250", quantidade=1)
+    yield _sample(1.2, "E2", one, "endereco_atualizado", 2, happened=0.6, cep="01310-100")
+    yield _sample(1.4, "D3", text, "editado", 3, text="Contrato de compra")
+    yield _sample(1.5, "E9", paid, "pago", 2, valor="18.90")
+    yield _sample(4.1, "E4", one, "cupom_aplicado", 3, cupom="PRIMEIRA10")
+    yield _sample(4.4, "E5", two, "frete_escolhido", 2, frete="expresso")
+    yield _sample(4.7, "E6", two, "cupom_aplicado", 3, cupom="PRIMEIRA10")
+    yield _sample(8.1, "E7", two, "item_removido", 4, sku="MEL-250")
+
+
+SAMPLES: Final = tuple(_samples())
+BUCKETS: Final = tuple(dict.fromkeys(sample.event.bucket_key for sample in SAMPLES))
+LOOK: Final = 0.1
+PATIENCE: Final = 60.0
+"""s in which every sample manifest must have been handled."""
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+_STYLES: Final = {"opened": "green", "duplicate": "yellow", "closed": "blue", "handler": "magenta", "warning": "red"}
+
+
+def tell(what: str, text: str) -> None:
+    """A line of the story: the local time, a word, and what happened."""
+    plain = text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    now = datetime.now().astimezone().strftime("%H:%M:%S.%f")[:-5]
+    line = Text.assemble((f"{now}  ", "dim"), (f"{what:<10}", _STYLES.get(what, "")), plain)
+    Console(highlight=False, soft_wrap=True).print(line)
+
+
+class Story:
+    """Delivers the samples, and tells what becomes of them."""
+
+    def __init__(self, client: Accumulator) -> None:
+        self._client = client
+        self._told: set[str] = set()
+        self._dead: set[str] = set()
+        self._away = False
+
+    def run(self, stop: threading.Event, stay: bool) -> bool:
+        """Tells the story once, then, with `stay`, what else happens to the sample buckets until `stop`. Whether every
+        sample is in a manifest that was handled."""
+        deliveries, pace = self._prepare()
+        begun = monotonic()
+        done = False
+        while not stop.is_set():
+            try:
+                while deliveries and (not pace or monotonic() >= begun + deliveries[0].at):
+                    self._deliver(deliveries[0])
+                    deliveries = deliveries[1:]
+                handled = self._look() and not deliveries
+                self._away = False
+            except ServerError as problem:
+                handled = False
+                if not self._away:
+                    tell("warning", str(problem))
+                self._away = True
+            if handled and not done:
+                done = True
+                self._tell_end()
+                if stay:
+                    tell("ready", "running until Ctrl-C")
+            if not stay and (done or monotonic() > begun + PATIENCE):
+                break
+            stop.wait(LOOK)
+        return done
+
+    def _prepare(self) -> tuple[Sequence[Sample], bool]:
+        """What is to be delivered, and whether at its pace: everything on fresh data, and where an earlier run was cut
+        off; else all of it again at once, while its ids are remembered."""
+        manifests = [m for key in BUCKETS for m in self._client.manifests(key)]
+        known = {(m.bucket_key, event_id) for m in manifests for event_id in m.event_ids}
+        known |= {(key, entry.event.event_id) for key in BUCKETS for entry in self._client.open_events(key)}
+        if not known:
+            tell("fresh", "no data of an earlier run: the sample orders are delivered")
+            return SAMPLES, True
+        self._told |= {m.window_id for m in manifests if m.settled}
+        tell("found", f"the data of an earlier run: {len(manifests)} manifests of {len(BUCKETS)} buckets")
+        if not known >= {(sample.event.bucket_key, sample.event.event_id) for sample in SAMPLES}:
+            tell("found", "that run was cut off: the sample orders are delivered again")
+            return SAMPLES, True
+        now = self._client.bucket(BUCKETS[0]).now
+        memory = min((policy.dedupe_ttl for _, policy in self._client.policies().values()), default=0)
+        if any(now - m.opened_at > memory - 3_600_000 for m in manifests):
+            tell("found", "so old that its ids may be forgotten: nothing is delivered again")
+            return (), False
+        tell("found", "the sample orders are delivered once more, as after a producer's crash:")
+        return SAMPLES, False
+
+    def _deliver(self, sample: Sample) -> None:
+        event = sample.event
+        receipt = self._client.push(event)
+        what = f"{event.bucket_key} {event.event_id} {event.kind}"
+        for window in receipt.closed_windows:
+            if window.reason != receipt.closed:
+                self._tell_closed(window, event.bucket_key)
+        match receipt.outcome:
+            case Outcome.ACCEPTED if receipt.position == 1:
+                tell("opened", f"{what}: the first event of window {receipt.window_version}")
+            case Outcome.ACCEPTED:
+                tell("accepted", f"{what}: into window {receipt.window_version}")
+            case Outcome.DUPLICATE:
+                tell("duplicate", f"{what}: was delivered before, dropped")
+            case other:
+                tell(str(other), f"{what}{': ' + receipt.code if receipt.code else ''}")
+        for window in receipt.closed_windows:
+            self._tell_closed(window, event.bucket_key)
+
+    def _look(self) -> bool:
+        """Tells what closed; whether all samples are in manifests that were handled."""
+        handled = True
+        kept: set[tuple[str, str]] = set()
+        for key in BUCKETS:
+            for manifest in self._client.manifests(key):
+                self._tell_closed(manifest, key)
+                kept |= {(key, event_id) for event_id in manifest.event_ids}
+                if manifest.state == "dead" and manifest.window_id not in self._dead:
+                    self._dead.add(manifest.window_id)
+                    tell("dead", f"{key} window {manifest.window_version}: its handler failed")
+                handled &= manifest.state == "confirmed"
+        return handled and kept >= {(sample.event.bucket_key, sample.event.event_id) for sample in SAMPLES}
+
+    def _tell_closed(self, window: ClosedWindow | Manifest, key: str) -> None:
+        if window.window_id in self._told:
+            return
+        self._told.add(window.window_id)
+        reason = window.reason if isinstance(window, ClosedWindow) else window.close_reason
+        tell("closed", f"{key} window {window.window_version}: {reason}")
+
+    def _tell_end(self) -> None:
+        manifests = [m for key in BUCKETS for m in self._client.manifests(key)]
+        events = sum(m.event_count for m in manifests)
+        tell("handled", f"all {len(manifests)} manifests of the samples, {events} events, each once")
+
+
+__all__ = ["BUCKETS", "SAMPLES", "Story", "tell"]

@@ -1,0 +1,288 @@
+"""The sink ``rq``: manifests become RQ jobs. The only module that knows RQ.
+
+A job carries the window id and the attempt, nothing else. Its id is made of both; a job that is lost is enqueued again
+by the manifest's watch, and of two jobs of one attempt the second does nothing. A handler that fails is settled by us,
+so the job itself ends well: RQ retries nothing, and its registry of failed jobs holds only what could not even begin.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import ceil
+from time import monotonic
+from typing import IO, Any, Final
+
+import redis
+import rq
+from redis import exceptions as faults
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from accumulator import logs
+from accumulator.client import Accumulator
+from accumulator.errors import AccumulatorError, HandlerMissing, InternalError
+from accumulator.handlers import Timeout, find_handler, load_handlers
+from accumulator.operations import Taken
+from accumulator.role import SLICE, Role, Turns
+from accumulator.runner import WATCH, run_attempt
+from accumulator.settings import Config, Settings, find_config
+from accumulator.store import translate
+
+QUEUE: Final = "accumulator"
+DESCRIPTION: Final = "accumulator manifest"
+
+MARGIN: Final = 5
+"""s that RQ gives a job beyond its handler's timeout, which the job keeps itself: less than the lease has."""
+FAILURE_TTL: Final = 86_400
+"""s that RQ keeps a job that could not even begin."""
+_USUAL_TIMEOUT: Final = 300_000
+
+
+def rq_client(url: str) -> redis.Redis:
+    """A client as RQ wants it: replies as bytes, whatever the URL says."""
+    pool = redis.ConnectionPool.from_url(url, retry=Retry(NoBackoff(), 1))
+    pool.connection_kwargs["decode_responses"] = False
+    return redis.Redis.from_pool(pool)
+
+
+# --- from the outbox to the queue -------------------------------------------------------------------------------------
+
+
+class Dispatcher(Role):
+    """Takes manifests whose turn has come and enqueues a job for each, in the RQ queue `queue` on the server `url`.
+
+    No more than `backlog` jobs wait there at a time, so that nothing is enqueued twice for waiting long.
+    """
+
+    name = "dispatcher"
+
+    BATCH: Final = 100
+
+    def __init__(self, accumulator: Accumulator, url: str, queue: str = QUEUE, backlog: int = 2000) -> None:
+        super().__init__(accumulator)
+        self._client = rq_client(url)
+        self._queue = rq.Queue(queue, connection=self._client)
+        self._backlog = backlog
+        self._turns = Turns(accumulator, "rq")
+        self._ready: set[int] = set()
+        self._held: list[Taken] = []
+
+    def step(self) -> None:
+        try:
+            self._enqueue()
+            room = self._backlog - self._queue.count if self._ready else 0
+        except (faults.RedisError, OSError) as error:
+            raise translate(error) from None
+        if self._ready and room > 0:
+            partition = self._ready.pop()
+            count = min(self.BATCH, room)
+            self._held = self.perform(self.operations.take(partition, "rq", count, WATCH))
+            if len(self._held) == count:
+                self._ready.add(partition)
+        self.trouble.over()
+        if not self._held:
+            self._ready |= self._turns.wait(0.2 if self._ready else SLICE)
+
+    def close(self) -> None:
+        self._turns.close()
+        self._client.close()
+
+    def _enqueue(self) -> None:
+        if self._held:
+            self._queue.enqueue_many([_job(taken) for taken in self._held])
+            self.log.debug("enqueued", jobs=len(self._held))
+            self._held = []
+
+
+def _job(taken: Taken) -> Any:
+    try:
+        timeout = find_handler(taken.bucket_key.split(":", 2)[1]).timeout
+    except HandlerMissing:
+        timeout = _USUAL_TIMEOUT  # the RQ worker may know more than we do; else it says so
+    return rq.Queue.prepare_data(
+        "accumulator.rq_sink.run_job",
+        args=(taken.window_id, taken.attempt),
+        timeout=ceil(timeout / 1000) + MARGIN,
+        result_ttl=0,
+        failure_ttl=FAILURE_TTL,
+        description=DESCRIPTION,
+        job_id=f"{taken.window_id}-{taken.attempt}",
+    )
+
+
+# --- in the RQ worker -------------------------------------------------------------------------------------------------
+
+_process: Accumulator | None = None
+_process_lock = threading.Lock()
+
+
+def _prepare(settings: Settings, config: Config | None) -> Accumulator:
+    """The accumulator of this process, with the handlers there. In a worker that forks it is made before."""
+    global _process
+    with _process_lock:
+        if _process is None:
+            if config is not None:
+                settings = settings.with_config(config)
+                load_handlers(config.handlers)
+            _process = Accumulator.from_settings(settings)
+        return _process
+
+
+def run_job(window_id: str, attempt: int) -> None:
+    """The job: one attempt at a manifest. In an RQ worker that is not ours, the environment says which server and
+    configuration."""
+    accumulator = _process
+    if accumulator is None:
+        settings = Settings()
+        accumulator = _prepare(settings, find_config(settings))
+    run_attempt(accumulator, window_id, attempt, limit=_alarm)
+
+
+@contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    """Raises Timeout in the block after so many seconds, and leaves RQ's own alarm as it was. Only the main thread can
+    be interrupted; elsewhere RQ's own timeout has to do."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(*_: object) -> None:
+        raise Timeout
+
+    began = monotonic()
+    before = signal.signal(signal.SIGALRM, ring)
+    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(0.001, left - (monotonic() - began)))
+
+
+def work(settings: Settings, config: Config | None, url: str | None = None, queue: str = QUEUE) -> None:
+    """An RQ worker in this process, until SIGTERM. Raises AccumulatorError where it can't begin."""
+    accumulator = _prepare(settings, config)
+    accumulator.store.perform(accumulator.operations.connect())
+    accumulator.store.close()  # each job's process makes connections of its own
+    client = rq_client(settings.url if url is None else url)
+    try:
+        worker = rq.Worker([rq.Queue(queue, connection=client)], connection=client, log_job_description=False)
+        worker.work(logging_level="WARNING")
+    finally:
+        client.close()
+
+
+class Processes(Role):
+    """Keeps `count` RQ worker processes running; one that ends is replaced.
+
+    When this ends, each may finish its job within `grace` seconds, and is killed then: the manifest's lease ends, and
+    it is tried again.
+    """
+
+    name = "rq"
+
+    def __init__(
+        self,
+        accumulator: Accumulator,
+        settings: Settings,
+        config: Config | None,
+        count: int,
+        url: str | None = None,
+        queue: str = QUEUE,
+        grace: float = 2.0,
+    ) -> None:
+        super().__init__(accumulator)
+        self._told = pickle.dumps((settings, config, url, queue))
+        self._count = count
+        self._grace = grace
+        self._running: list[subprocess.Popen[bytes]] = []
+        self._started_at = 0.0
+
+    @property
+    def pids(self) -> list[int]:
+        """The RQ workers' process ids."""
+        return [process.pid for process in self._running]
+
+    def step(self) -> None:
+        for process in [process for process in self._running if process.poll() is not None]:
+            self._running.remove(process)
+            _shut(process.stdin)
+            problem = InternalError(f"an RQ worker ended with code {process.returncode}")
+            self.stopping.wait(self.trouble.met(problem))
+        while len(self._running) < self._count and not self.stopping.is_set():
+            self._running.append(self._start())
+            self._started_at = monotonic()
+        if monotonic() - self._started_at > 5:
+            self.trouble.over()
+        self.stopping.wait(SLICE)
+
+    def close(self) -> None:
+        # RQ finishes its job at the first SIGTERM and drops it at a second one, a second later at the earliest.
+        self._end(signal.SIGTERM, self._grace)
+        self._end(signal.SIGTERM, 1.0)
+        self._end(signal.SIGKILL, 0.5)
+        for process in self._running:
+            _shut(process.stdin)
+        self._running.clear()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # Settings go through a pipe: a password must show in no list of processes.
+        process = subprocess.Popen(
+            [sys.executable, "-c", "from accumulator.rq_sink import main; main()"],
+            stdin=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for us, who stop it
+        )
+        assert process.stdin is not None
+        try:
+            process.stdin.write(self._told)
+            process.stdin.flush()
+        except OSError:
+            self.log.error("rq_worker_not_started", pid=process.pid)
+        return process
+
+    def _end(self, how: signal.Signals, seconds: float) -> None:
+        left = [process for process in self._running if process.poll() is None]
+        for process in left:
+            process.send_signal(how)
+        until = monotonic() + seconds
+        for process in left:
+            try:
+                process.wait(max(0.0, until - monotonic()))
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def _shut(pipe: IO[bytes] | None) -> None:
+    if pipe is not None:
+        try:
+            pipe.close()
+        except OSError:
+            return
+
+
+def main() -> None:
+    """The program of a process of :class:`Processes`: reads what it is told from its standard input, and ends when the
+    other end of that is gone."""
+    settings, config, url, queue = pickle.load(sys.stdin.buffer)
+    logs.configure(settings.log_level, settings.log_plain_keys)
+
+    def follow() -> None:
+        while os.read(0, 1):
+            continue
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=follow, daemon=True).start()
+    try:
+        work(settings, config, url, queue)
+    except AccumulatorError as problem:
+        logs.get_logger("rq").error("not_started", problem=type(problem).__name__, detail=str(problem))
+        sys.exit(1)

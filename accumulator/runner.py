@@ -1,0 +1,374 @@
+"""Running handlers: one attempt at a manifest, and the threads that make attempts for the sink `direct`."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from time import monotonic
+from typing import Final, TypeVar
+
+from accumulator.client import Accumulator
+from accumulator.context import Context, LeaseLost, NeedsApproval, Uncertain
+from accumulator.errors import AccumulatorError, HandlerMissing, ServerError
+from accumulator.handlers import (
+    Diverged,
+    Handler,
+    PermanentError,
+    RetryLater,
+    Superseded,
+    cause_of,
+    find_handler,
+)
+from accumulator.logs import get_logger, place
+from accumulator.manifest import Manifest
+from accumulator.role import SLICE, Role, Turns
+
+T = TypeVar("T")
+
+LEASE_MARGIN: Final = 10_000
+"""ms that a lease outlasts the handler's timeout: to read the manifest before, and to settle after."""
+WATCH: Final = 30_000
+"""ms after which a manifest that was taken and has not begun is handed out again; doubled each time."""
+
+PATIENCE: Final = 20.0
+"""s that an attempt waits for a server that does not answer, before its handler runs."""
+
+_BRIEF_LEASE: Final = 60_000
+Guard = Callable[[float], AbstractContextManager[object]]
+"""Makes what limits a block to so many seconds by raising Timeout in it, where that can be done."""
+
+
+def _unlimited(_: float) -> AbstractContextManager[object]:
+    return nullcontext()
+
+
+class Attempt:
+    """One attempt at a manifest: begin, read, handle, settle. Made once; what is granted to it is granted to no other.
+
+    `bucket_key` saves a call where it is known. `limit` is the guard its handler runs under.
+    """
+
+    def __init__(
+        self,
+        accumulator: Accumulator,
+        window_id: str,
+        attempt: int,
+        bucket_key: str | None = None,
+        limit: Guard = _unlimited,
+    ) -> None:
+        self.accumulator = accumulator
+        self.window_id = window_id
+        self.attempt = attempt
+        self.bucket_key = bucket_key
+        self.token = secrets.token_hex(8)
+        self.deadline: float | None = None
+        """When its handler is past its timeout, by the monotonic clock; None while none runs."""
+        self._limit = limit
+        self._handler: Handler | None = None
+        self._lease_until = 0.0
+        self._group: tuple[Manifest, ...] = ()
+        self._lock = threading.Lock()
+        self._ended = False
+        self._log = get_logger("runner").bind(window_id=window_id, attempt=attempt)
+
+    def run(self) -> str | None:
+        """How it ended, as settle takes it; None where this attempt had or has no say. Raises nothing of the handler's;
+        ServerError where it could not even begin: then the manifest's watch brings it back."""
+        store, operations = self.accumulator.store, self.accumulator.operations
+        key = self.bucket_key or _keep_trying(lambda: store.perform(operations.owner(self.window_id)), PATIENCE)
+        if key is None:
+            self._log.error("manifest_unknown")
+            return None
+        self.bucket_key = key
+        flow = key.split(":", 2)[1]
+        self._log = self._log.bind(flow=flow, bucket_key=key)
+        try:
+            handler = self._handler = find_handler(flow)
+        except HandlerMissing:
+            handler = None
+        lease = LEASE_MARGIN + handler.timeout if handler else _BRIEF_LEASE
+        most = handler.max_attempts if handler else 0
+        self._lease_until = monotonic() + lease / 1000
+        try:
+            grant = _keep_trying(
+                lambda: store.perform(operations.begin(self.window_id, self.attempt, self.token, lease, most)), PATIENCE
+            )
+            if grant.manifest is None:
+                self._log.debug("not_granted", state=grant.state)
+                return None
+            self._group = self._hand_over(grant.manifest)
+        except ServerError:
+            raise
+        except AccumulatorError as problem:
+            return self._settle(Ending("failed", cause_of(problem), 60_000, text=str(problem)))
+        if handler is None:
+            self._log.error("handler_missing")
+            return self._settle(Ending("returned", "HandlerMissing", min(600_000, 5_000 << min(self.attempt - 1, 10))))
+        return self._handle(handler)
+
+    def _hand_over(self, manifest: Manifest) -> tuple[Manifest, ...]:
+        """All manifests of this hand-over, the oldest first."""
+        store, operations = self.accumulator.store, self.accumulator.operations
+
+        def read(window_id: str) -> Manifest | None:
+            return _keep_trying(lambda: store.perform(operations.manifest(window_id)), PATIENCE)
+
+        others = [read(other) for other in manifest.joined]
+        return (*sorted((m for m in others if m is not None), key=lambda m: m.window_version), manifest)
+
+    def _handle(self, handler: Handler) -> str | None:
+        seconds = handler.timeout / 1000
+        ctx = Context(self.accumulator, handler, self._group, self.token)
+        self.deadline = monotonic() + seconds
+        try:
+            odd = next((m.anomaly for m in self._group if m.anomaly), None)
+            if odd is not None:
+                ending = Ending("reconciling", odd)
+            elif not handler.loads and {e.event.kind for e in ctx.events} & set(ctx.policy.requery_kinds):
+                ending = Ending("returned", "NeedsLoad", 60_000)
+            else:
+                with self._limit(seconds):
+                    ctx.run()
+                ending = Ending("confirmed", "handled", checkpoint=ctx.left)
+        except BaseException as error:  # whatever a handler raises is an attempt that ended
+            ending = _ending(error, handler, ctx)
+        self.deadline = None
+        return self._settle(ending)
+
+    def give_up(self, cause: str) -> str | None:
+        """Ends the attempt from another thread while its handler still runs: what that does from now on changes
+        nothing. None where it ended by itself meanwhile."""
+        with self._lock:
+            if self._ended or self.deadline is None:
+                return None
+            self._ended = True
+        if cause == "Stopped" or self._handler is None:
+            return self._settle(Ending("returned", cause, 1_000), by_other=True)
+        failures = self._group[-1].failures + 1
+        return self._settle(Ending("failed", cause, self._handler.delay(failures)), by_other=True)
+
+    def _settle(self, ending: Ending, by_other: bool = False) -> str | None:
+        with self._lock:
+            if self._ended and not by_other:
+                return None
+            self._ended = True
+        if ending.name == "lost":
+            self._log.warning("lease_lost")
+            return None
+        store, operations = self.accumulator.store, self.accumulator.operations
+
+        def settle(ending: Ending) -> str:
+            for other in self._group[:-1]:
+                store.perform(operations.record(other))
+            return store.perform(
+                operations.settle(
+                    self.window_id,
+                    self.token,
+                    ending.name,
+                    ending.cause,
+                    ending.delay,
+                    ending.text,
+                    ending.checkpoint,
+                    self._group[-1] if self._group else None,
+                )
+            )
+
+        try:
+            told = _keep_trying(lambda: settle(ending), self._lease_until - monotonic())
+            if told in ("effects_begun", "no_newer_window"):
+                # It can't give way: it is an attempt like any other that failed.
+                ending = Ending("failed", told, 1_000)
+                told = _keep_trying(lambda: settle(ending), self._lease_until - monotonic())
+        except AccumulatorError as problem:
+            # Its lease ends, and the manifest is tried again.
+            self._log.error("not_settled", ending=ending.name, cause=ending.cause, problem=type(problem).__name__)
+            return None
+        if told != "done":
+            self._log.warning("settled_too_late", ending=ending.name, cause=ending.cause)
+            return None
+        if ending.name == "confirmed":
+            self._log.debug("confirmed")
+        else:
+            tell = self._log.error if ending.name == "dead" else self._log.warning
+            tell(ending.name, cause=ending.cause, where=ending.where, delay_ms=ending.delay)
+        return ending.name
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt ended: `name` as settle takes it (``lost``: it has no say any more), the `cause` in a word, the
+    `delay` (ms) that goes with it, the error's `text` for the manifest, `where` it arose for the log."""
+
+    name: str
+    cause: str
+    delay: int = 0
+    text: str = ""
+    where: str = ""
+    checkpoint: str = ""
+
+
+def _ending(error: BaseException, handler: Handler, ctx: Context) -> Ending:
+    cause, where = cause_of(error), place(error)
+    text = str(error)[:500]
+    text = f"{cause}: {'(its message quotes the payload)' if ctx.quotes(text) else text}"
+    if isinstance(error, LeaseLost):
+        return Ending("lost", cause)
+    if isinstance(error, NeedsApproval):
+        return Ending("awaiting_approval", "proposed", handler.approval_limit)
+    if isinstance(error, Superseded):
+        return Ending("superseded", cause)
+    if isinstance(error, Uncertain):
+        return Ending("uncertain", "effect", text=text)
+    if isinstance(error, Diverged):
+        return Ending("reconciling", cause, text=text)
+    if isinstance(error, PermanentError):
+        return Ending("dead", cause, text=text, where=where)
+    delay = error.after_ms if isinstance(error, RetryLater) else handler.delay(ctx.failures + 1)
+    return Ending("failed", cause, delay, text, where)
+
+
+def _keep_trying(call: Callable[[], T], seconds: float) -> T:
+    """Makes a call until the server takes it; raises ServerError after `seconds`."""
+    until = monotonic() + seconds
+    pause = 0.05
+    while True:
+        try:
+            return call()
+        except ServerError:
+            if monotonic() + pause > until:
+                raise
+        threading.Event().wait(pause)
+        pause = min(1.0, pause * 2)
+
+
+def run_attempt(
+    accumulator: Accumulator, window_id: str, attempt: int, bucket_key: str | None = None, limit: Guard = _unlimited
+) -> str | None:
+    """Makes one attempt at a manifest; see :class:`Attempt`."""
+    return Attempt(accumulator, window_id, attempt, bucket_key, limit).run()
+
+
+class _Slot:
+    """One thread of the runner and what it is at."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.thread: threading.Thread | None = None
+        self.attempt: Attempt | None = None
+        self.replaced = False
+
+
+class DirectRunner(Role):
+    """Runs handlers in `threads` threads of this process: the sink ``direct``.
+
+    Each thread takes one manifest when it is free, so that nothing waits here. A thread can't be killed: where a
+    handler is past its timeout, its attempt is ended without it and another thread takes its place; `abandoned` counts
+    them. When the runner stops, handlers have `grace` seconds; attempts that still run are given back at once.
+    """
+
+    name = "runner"
+
+    def __init__(self, accumulator: Accumulator, threads: int = 4, grace: float = 2.5) -> None:
+        super().__init__(accumulator)
+        self.abandoned = 0
+        self._threads = threads
+        self._grace = grace
+        self._turns = Turns(accumulator, "direct")
+        self._slots: list[_Slot] = []
+        self._ready: dict[int, None] = {}  # partitions, in the order in which they are looked into
+        self._news = threading.Condition()
+        self._kept = 0
+
+    def step(self) -> None:
+        while len(self._slots) < self._threads:
+            self._kept += 1
+            slot = _Slot(self._kept)
+            self._slots.append(slot)
+            slot.thread = self._spawn(slot, self._work, slot)
+        pause = SLICE
+        for attempt in self._running():
+            if attempt.deadline is not None:
+                pause = min(pause, max(0.0, attempt.deadline - monotonic()))
+        self._add(self._turns.wait(pause))
+        self.trouble.over()
+        self._replace_overdue()
+
+    def stop(self) -> None:
+        super().stop()
+        with self._news:
+            self._news.notify_all()
+
+    def close(self) -> None:
+        until = monotonic() + self._grace
+        for slot in self._slots:
+            if slot.thread is not None:
+                slot.thread.join(max(0.0, until - monotonic()))
+        givers = []
+        for slot in self._slots:
+            slot.replaced = True
+            if slot.attempt is not None:
+                givers.append(self._spawn(slot, slot.attempt.give_up, "Stopped"))
+        until = monotonic() + 1.0
+        for thread in givers:
+            thread.join(max(0.0, until - monotonic()))
+        self._slots.clear()
+        self._turns.close()
+
+    def _running(self) -> list[Attempt]:
+        return [attempt for slot in self._slots if (attempt := slot.attempt) is not None]
+
+    def _spawn(self, slot: _Slot, target: Callable[..., object], *args: object) -> threading.Thread:
+        # As daemons, since a handler that hangs must not keep the process.
+        thread = threading.Thread(target=target, args=args, name=f"direct-{slot.number}", daemon=True)
+        thread.start()
+        return thread
+
+    def _add(self, partitions: set[int]) -> None:
+        if partitions:
+            with self._news:
+                self._ready.update(dict.fromkeys(partitions))
+                self._news.notify(len(partitions))
+
+    def _replace_overdue(self) -> None:
+        now = monotonic()
+        for slot in list(self._slots):
+            attempt = slot.attempt
+            if attempt is not None and attempt.deadline is not None and attempt.deadline <= now:
+                slot.replaced = True
+                self._slots.remove(slot)
+                self.abandoned += 1
+                self.log.error("thread_abandoned", window_id=attempt.window_id, abandoned=self.abandoned)
+                self._spawn(slot, attempt.give_up, "Timeout")
+
+    def _work(self, slot: _Slot) -> None:
+        while not (slot.replaced or self.stopping.is_set()):
+            try:
+                attempt = self._take()
+                if attempt is not None and not slot.replaced:
+                    slot.attempt = attempt
+                    attempt.run()
+            except Exception as problem:  # a thread that ended would be missing for ever
+                self.stopping.wait(self.trouble.met(problem))
+            finally:
+                slot.attempt = None
+
+    def _take(self) -> Attempt | None:
+        with self._news:
+            if not self._ready:
+                self._news.wait(SLICE)
+            if not self._ready or self.stopping.is_set():
+                return None
+            partition = next(iter(self._ready))
+            del self._ready[partition]
+        try:
+            found = self.perform(self.operations.take(partition, "direct", 1, WATCH))
+        except AccumulatorError:
+            self._add({partition})
+            raise
+        if not found:
+            return None
+        self._add({partition})  # perhaps there are more
+        return Attempt(self.accumulator, found[0].window_id, found[0].attempt, found[0].bucket_key)

@@ -1,0 +1,206 @@
+"""The worker: a process in which some or all roles run, each in a thread of its own.
+
+closer      closes windows that are due, ends leases and back-offs
+dispatcher  makes RQ jobs of manifests whose flow has the sink `rq`
+runner      runs the handlers of flows with the sink `direct`
+rq          keeps RQ worker processes running
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from time import monotonic
+from types import FrameType
+from typing import Final
+
+from accumulator import logs
+from accumulator.client import Accumulator
+from accumulator.closer import Closer
+from accumulator.errors import AuthenticationFailed, InvalidSettings, MissingRight, ServerError
+from accumulator.handlers import load_handlers, missing_handlers
+from accumulator.policy import Policy
+from accumulator.role import Role, Trouble
+from accumulator.rq_sink import Dispatcher, Processes
+from accumulator.runner import DirectRunner
+from accumulator.settings import Config, Settings
+
+ROLES: Final = ("closer", "dispatcher", "runner")
+"""What runs where nothing else is said; `rq` comes along with `rq_workers`."""
+
+STOP_WITHIN: Final = 4.5
+"""s that stopping takes at the most, with handlers at work."""
+
+
+class Worker:
+    """Runs `roles` of ROLES, and `rq_workers` RQ worker processes, on what `settings` and `config` name.
+
+    `threads` is how many handlers the role `runner` runs at a time. `accumulator` gives a connection instead of the
+    settings' URL (a RedisCluster may be behind it; RQ does not work on one). `rq_url` is RQ's server where it is
+    another one. `start_within`: seconds in which the server must answer at the start; later, however long it is away,
+    the worker waits for it.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        config: Config | None = None,
+        *,
+        roles: Sequence[str] = ROLES,
+        threads: int = 4,
+        rq_workers: int = 0,
+        rq_url: str | None = None,
+        accumulator: Accumulator | None = None,
+        start_within: float = 30.0,
+    ) -> None:
+        odd = sorted(set(roles) - set(ROLES))
+        if odd:
+            raise InvalidSettings("roles", f"there is no role {odd[0]!r}: choose of {', '.join(ROLES)}")
+        self.settings = settings if config is None else settings.with_config(config)
+        self.config = Config() if config is None else config
+        self.log = logs.get_logger("worker")
+        self.roles: list[Role] = []
+        self._own = accumulator is None
+        self.accumulator = accumulator or Accumulator.from_settings(self.settings)
+        self._makers: list[Callable[[], Role]] = []
+        if "closer" in roles:
+            self._makers.append(lambda: Closer(self.accumulator, self._upkeep))
+        if "dispatcher" in roles:
+            self._makers.append(lambda: Dispatcher(self.accumulator, rq_url or self.settings.url))
+        if "runner" in roles:
+            self._makers.append(lambda: DirectRunner(self.accumulator, threads))
+        if rq_workers:
+            self._makers.append(lambda: Processes(self.accumulator, self.settings, config, rq_workers, rq_url))
+        self._start_within = start_within
+        self._stopping = threading.Event()
+        self._warned: set[str] = set()
+
+    def stop(self) -> None:
+        """Asks the worker to end; from any thread or a signal handler."""
+        self._stopping.set()
+
+    def run(self) -> int:
+        """Works until SIGTERM, SIGINT or `stop()`, and returns 0 within STOP_WITHIN seconds of it: handlers have a few
+        seconds to finish; an attempt that still runs then is given back, one in an RQ worker is tried again when its
+        lease ends. Raises what keeps it from starting: InvalidSettings, NamespaceMismatch, ServerError …"""
+        with _signals(self.stop):
+            try:
+                load_handlers(self.config.handlers)
+                if self._begin():
+                    self._work()
+            finally:
+                if self._own:
+                    self.accumulator.close()
+        return 0
+
+    # --- the beginning ---
+
+    def _begin(self) -> bool:
+        """Meets the server, and says what is wrong with its set-up or ours. False where it was stopped before."""
+        trouble = Trouble(self.log)
+        until = monotonic() + self._start_within
+        while not self._stopping.is_set():
+            try:
+                self._meet()
+            except (AuthenticationFailed, MissingRight):
+                raise
+            except ServerError as problem:
+                if monotonic() > until:
+                    raise
+                self._stopping.wait(trouble.met(problem))
+            else:
+                trouble.over()
+                return True
+        return False
+
+    def _meet(self) -> None:
+        store, operations = self.accumulator.store, self.accumulator.operations
+        store.perform(operations.connect())
+        self._upkeep()
+        for warning in store.perform(operations.server_warnings()):
+            self.log.warning("server", detail=warning)
+        policies = {flow: policy for flow, (_, policy) in store.perform(operations.policies()).items()}
+        for flow in missing_handlers(policies):
+            self.log.error("handler_missing", flow=flow, sink=policies[flow].sink)
+
+    def _upkeep(self) -> None:
+        """Installs the file's policies where the server has none, warns once where it has others, and brings partitions
+        that missed one up to date."""
+        store, operations = self.accumulator.store, self.accumulator.operations
+        there = store.perform(operations.policies())
+        for flow, policy in self.config.policies.items():
+            found = there.get(flow)
+            if found is None:
+                loaded = store.perform(operations.load_policy(flow, policy, True))
+                self.log.info("policy_installed", flow=flow, version=loaded.version)
+            elif _differs(found[1], policy) and flow not in self._warned:
+                self._warned.add(flow)
+                self.log.warning("policy_differs", flow=flow, version=found[0], remedy="accumulator policy load")
+        behind = store.perform(operations.repair_policies())
+        if behind:
+            self.log.warning("policies_repaired", partitions=behind)
+
+    # --- the work ---
+
+    def _work(self) -> None:
+        self.roles = [make() for make in self._makers]
+        threads = [
+            threading.Thread(target=self._supervise, args=(i,), name=role.name, daemon=True)
+            for i, role in enumerate(self.roles)
+        ]
+        for thread in threads:
+            thread.start()
+        self.log.info("started", roles=" ".join(role.name for role in self.roles), namespace=self.settings.namespace)
+        while not self._stopping.wait(1.0):
+            continue
+        self.log.info("stopping")
+        until = monotonic() + STOP_WITHIN
+        for role in self.roles:
+            role.stop()
+        for thread in threads:
+            thread.join(max(0.0, until - monotonic()))
+        held = [thread.name for thread in threads if thread.is_alive()]
+        self.log.info("stopped", unfinished=" ".join(held))
+
+    def _supervise(self, index: int) -> None:
+        """Runs a role; one that breaks, by a fault of ours, is made anew and the others never notice."""
+        role = self.roles[index]
+        trouble = Trouble(role.log)
+        while True:
+            began = monotonic()
+            try:
+                role.run()
+            except Exception as problem:
+                if monotonic() - began > 60:
+                    trouble.over()
+                role.log.debug("broke", problem=type(problem).__name__, where=logs.place(problem))
+                self._stopping.wait(trouble.met(problem))
+            if self._stopping.is_set():
+                return
+            role = self.roles[index] = self._makers[index]()
+
+
+def _differs(one: Policy, other: Policy) -> bool:
+    return one.canonical_json() != other.canonical_json()
+
+
+@contextmanager
+def _signals(stop: Callable[[], None]) -> Iterator[None]:
+    """SIGTERM and SIGINT call `stop`; only the main thread of a program can say so, elsewhere they stay as they are."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(_: int, __: FrameType | None) -> None:
+        stop()
+
+    before: Mapping[signal.Signals, object] = {
+        name: signal.signal(name, ask) for name in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(name, handler)  # type: ignore[arg-type]

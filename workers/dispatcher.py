@@ -1,0 +1,8 @@
+"""Makes RQ jobs of closed windows."""
+
+import sys
+
+from workers import start
+
+if __name__ == "__main__":
+    sys.exit(start("dispatcher"))
