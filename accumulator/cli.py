@@ -7,6 +7,7 @@ since the epoch.
 
 from __future__ import annotations
 
+import errno
 import json
 import shlex
 import sys
@@ -43,7 +44,7 @@ from accumulator.feed import BadLine, Fed, Source, feed
 from accumulator.manifest import Manifest, StoredEvent
 from accumulator.operations import Bucket, ClosedWindow, Flushed
 from accumulator.policy import Policy, format_duration, parse_duration
-from accumulator.settings import Config, Settings, load_yaml
+from accumulator.settings import Config, Settings, find_config, load_yaml
 
 _COUNTS: Final = frozenset({"max_events", "max_bytes", "max_weight", "max_event_bytes", "busy_streak_alert"})
 
@@ -71,6 +72,12 @@ class _Program(TyperGroup):
             raise typer.Exit(SERVER) from None
         except AccumulatorError as problem:
             _complain(problem)
+            raise typer.Exit(WRONG) from None
+        except OSError as problem:
+            if problem.errno == errno.EPIPE or problem.strerror is None:
+                raise
+            name = f"{problem.filename}: " if problem.filename is not None else ""
+            _complain(f"{name}{problem.strerror}")
             raise typer.Exit(WRONG) from None
 
 
@@ -203,30 +210,11 @@ def _counted(number: int, noun: str) -> str:
 # --- what is asked of, and where --------------------------------------------------------------------------------------
 
 
-def find_config(given: Path | None, settings: Settings) -> Config | None:
-    """The configuration that was named, or the one of the folder we are in; None where there is none."""
-    usual = Path("config/accumulator.yaml")
-    path = given or settings.config or (usual if usual.is_file() else None)
-    return None if path is None else Config.load(path)
-
-
-def connect(settings: Settings, **options: Any) -> Accumulator:
-    """A client for what the settings name."""
-    return Accumulator(
-        settings.url,
-        namespace=settings.namespace,
-        partitions=settings.partitions if "partitions" in settings.model_fields_set else None,
-        socket_timeout=settings.socket_timeout / 1000,
-        socket_connect_timeout=settings.socket_connect_timeout / 1000,
-        **options,
-    )
-
-
 @contextmanager
 def _connected(config: Path | None = None) -> Iterator[tuple[Accumulator, Config | None]]:
     settings = Settings()
-    found = find_config(config, settings)
-    with connect(settings.with_config(found) if found else settings) as client:
+    found = find_config(settings, config)
+    with Accumulator.from_settings(settings.with_config(found) if found else settings) as client:
         yield client, found
 
 
@@ -290,7 +278,7 @@ def push(
     """
     with _connected(config) as (client, found), _source(file) as source:
         if found is not None:
-            install(client, found)
+            _install(client, found)
         fed = Fed()
         try:
             with _progress(source) as (on_bad, on_batch):
@@ -481,7 +469,7 @@ def _step_account(step: Mapping[str, Any], outcomes: Iterator[Mapping[str, Any]]
 # --- policies ---------------------------------------------------------------------------------------------------------
 
 
-def install(client: Accumulator, config: Config) -> None:
+def _install(client: Accumulator, config: Config) -> None:
     """Gives the flows that the server does not know their policy; says where it has another one than the file."""
     for flow, policy in config.policies.items():
         loaded = client.load_policy(flow, policy, only_new=True)
@@ -1005,3 +993,59 @@ def cli_line(settings: Settings) -> list[str]:
         command += ["--user", unquote(parts.username)]
     database = query.get("db", ["" if parts.scheme == "unix" else parts.path.strip("/")])[0]
     return [*command, "-n", database] if database not in ("", "0") else command
+
+
+# --- programs that stay -----------------------------------------------------------------------------------------------
+
+
+@app.command()
+def worker(
+    role: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--role",
+            metavar="ROLE[,ROLE…]",
+            help="closer, dispatcher (to RQ) or runner (of the sink direct); without it all of them.",
+            show_default=False,
+        ),
+    ] = None,
+    with_rq: Annotated[int, typer.Option("--with-rq", min=0, max=100, help="Run so many RQ worker processes too.")] = 0,
+    threads: Annotated[int, typer.Option(min=1, max=1000, help="How many handlers the runner runs at a time.")] = 4,
+    config: ConfigOption = None,
+) -> None:
+    """Run a worker until SIGTERM or Ctrl-C: it closes what is due, and hands manifests over.
+
+    Any number may run side by side. It installs the policies of the configuration that the server does not know yet,
+    and imports the handlers that it names.
+    """
+    # RQ takes as long to import as everything else here.
+    from accumulator import logs
+    from accumulator.worker import ROLES, Worker
+
+    settings = Settings()
+    roles = [name.strip() for names in role or [",".join(ROLES)] for name in names.split(",")]
+    found = find_config(settings, config)
+    logs.configure(settings.log_level, settings.log_plain_keys)
+    raise typer.Exit(Worker(settings, found, roles=roles, threads=threads, rq_workers=with_rq).run())
+
+
+@app.command()
+def demo(
+    stay: Annotated[bool, typer.Option("--stay", help="Go on until Ctrl-C.")] = False,
+    data_dir: Annotated[Path, typer.Option(metavar="DIR", help="Where the embedded server keeps its data.")] = Path(
+        "var"
+    ),
+    config: ConfigOption = None,
+) -> None:
+    """Run a server, workers and some sample orders, and tell what happens: windows open, redeliveries are dropped,
+    windows close for a reason, handlers receive manifests.
+
+    With ACCUMULATOR_REDIS_URL set it uses that server. Without --stay it ends by itself: exit code 0 when every sample
+    manifest was handled, 1 otherwise. The next run finds the data again.
+    """
+    from accumulator import demo as demonstration
+
+    settings = Settings()
+    found = find_config(settings, config) or Config.load(demonstration.shipped_config())
+    if not demonstration.run(settings, found, data_dir, stay, lambda s, *rest: shlex.join([*cli_line(s), *rest])):
+        raise typer.Exit(FAILED)

@@ -6,33 +6,42 @@ The events have fixed ids, so that delivering them again, in the next run, shows
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from time import monotonic
 from typing import Any, Final, NamedTuple
 
+from pydantic import SecretStr
 from rich.console import Console
 from rich.text import Text
 
+from accumulator import keys, logs
 from accumulator.client import Accumulator
 from accumulator.context import Context
+from accumulator.embedded import EmbeddedServer
 from accumulator.envelope import Event
 from accumulator.errors import ServerError
-from accumulator.handlers import handler
+from accumulator.handlers import handler, load_handlers
 from accumulator.manifest import Manifest
 from accumulator.operations import ClosedWindow, Outcome
+from accumulator.settings import Config, Settings
+from accumulator.worker import Worker
 
 # --- handlers ---------------------------------------------------------------------------------------------------------
 
 
-@handler("pedido")
+@handler("pedido", timeout="10s")
 def order(ctx: Context) -> None:
     """All changes of an order since the last time, at once."""
     _received(ctx, ", ".join(entry.event.kind for entry in ctx.events))
 
 
-@handler("documento")
+@handler("documento", timeout="10s")
 def document(ctx: Context) -> None:
     """The last text of a document (`keep: last`), however many edits there were."""
     last = [payload for payload in ctx.manifest.payloads() if isinstance(payload, dict)]
@@ -41,14 +50,15 @@ def document(ctx: Context) -> None:
     )
 
 
-@handler("default")
+@handler("default", timeout="10s")
 def anything(ctx: Context) -> None:
     """Whatever has no handler of its own."""
     _received(ctx, f"{len(ctx.manifest.event_ids)} events")
 
 
 def _received(ctx: Context, what: str) -> None:
-    tell("handler", f"{ctx.bucket_key} window {ctx.manifest.window_version}: {what}")
+    window = ctx.manifest
+    tell("handler", f"{ctx.bucket_key} window {window.window_version} ({window.close_reason}): {what}")
 
 
 # --- samples ----------------------------------------------------------------------------------------------------------
@@ -127,6 +137,10 @@ class Story:
         self._told: set[str] = set()
         self._dead: set[str] = set()
         self._away = False
+        self._news = client.store.subscription(client.operations.channel)
+
+    def close(self) -> None:
+        self._news.close()
 
     def run(self, stop: threading.Event, stay: bool) -> bool:
         """Tells the story once, then, with `stay`, what else happens to the sample buckets until `stop`. Whether every
@@ -153,8 +167,15 @@ class Story:
                     tell("ready", "running until Ctrl-C")
             if not stay and (done or monotonic() > begun + PATIENCE):
                 break
-            stop.wait(LOOK)
+            self._wait(stop)
         return done
+
+    def _wait(self, stop: threading.Event) -> None:
+        """Until something becomes ready, or a little while."""
+        try:
+            self._news.wait(LOOK)
+        except ServerError:
+            stop.wait(LOOK)
 
     def _prepare(self) -> tuple[Sequence[Sample], bool]:
         """What is to be delivered, and whether at its pace: everything on fresh data, and where an earlier run was cut
@@ -166,7 +187,7 @@ class Story:
             tell("fresh", "no data of an earlier run: the sample orders are delivered")
             return SAMPLES, True
         self._told |= {m.window_id for m in manifests if m.settled}
-        tell("found", f"the data of an earlier run: {len(manifests)} manifests of {len(BUCKETS)} buckets")
+        tell("found", f"the data of an earlier run: {_counted(len(manifests), 'manifest')}")
         if not known >= {(sample.event.bucket_key, sample.event.event_id) for sample in SAMPLES}:
             tell("found", "that run was cut off: the sample orders are delivered again")
             return SAMPLES, True
@@ -221,7 +242,102 @@ class Story:
     def _tell_end(self) -> None:
         manifests = [m for key in BUCKETS for m in self._client.manifests(key)]
         events = sum(m.event_count for m in manifests)
-        tell("handled", f"all {len(manifests)} manifests of the samples, {events} events, each once")
+        tell("handled", f"{_counted(len(manifests), 'manifest')} with {_counted(events, 'event')}: all of the samples")
 
 
-__all__ = ["BUCKETS", "SAMPLES", "Story", "tell"]
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+# --- the program ------------------------------------------------------------------------------------------------------
+
+
+def shipped_config() -> Path:
+    """The configuration that comes with the package: in a wheel beside this module, in a checkout under ``config/``."""
+    here = Path(__file__).parent
+    packed = here / "accumulator.yaml"
+    return packed if packed.is_file() else here.parent / "config" / "accumulator.yaml"
+
+
+def run(settings: Settings, config: Config, data_dir: Path, stay: bool, cli_line: Callable[..., str]) -> bool:
+    """Runs it all until the story is told, or with `stay` until SIGTERM or Ctrl-C. Whether every sample manifest was
+    handled; with `stay` it is well anyhow. `cli_line` makes a redis-cli line of settings and arguments."""
+    load_handlers(config.handlers)
+    settings = settings.with_config(config)
+    if "log_level" not in settings.model_fields_set:
+        settings = settings.model_copy(update={"log_level": "error"})  # the story is told here
+    logs.configure(settings.log_level, settings.log_plain_keys)
+    with ExitStack() as stack:
+        stop = stack.enter_context(_stopped_by_signals())
+        if "redis_url" not in settings.model_fields_set:
+            server = stack.enter_context(EmbeddedServer(data_dir))
+            settings = settings.model_copy(update={"redis_url": SecretStr(server.url)})
+            tell("server", f"{server.binary}, its data in {data_dir}{os.sep}")
+            tell("look", f"export ACCUMULATOR_REDIS_URL={server.url}   # then: accumulator buckets, accumulator --help")
+        client = stack.enter_context(Accumulator.from_settings(settings))
+        _introduce(client, settings, config, cli_line)
+        stack.enter_context(_working(Worker(settings, config, rq_workers=_rq_workers(client)), stop))
+        story = Story(client)
+        stack.callback(story.close)
+        handled = story.run(stop, stay)
+        if stop.is_set():
+            tell("stopping", "")
+    return handled or stay
+
+
+def _introduce(client: Accumulator, settings: Settings, config: Config, cli_line: Callable[..., str]) -> None:
+    """What a person needs to look around by themselves, and what is wrong with the server."""
+    store, operations = client.store, client.operations
+    store.perform(operations.connect())
+    key = BUCKETS[0]
+    tell("server", settings.shown_url)
+    tell("look", cli_line(settings, "HGETALL", keys.bucket(operations.prefix_of(key), key)))
+    for warning in store.perform(operations.server_warnings()):
+        tell("warning", warning)
+    for flow, policy in config.policies.items():
+        loaded = client.load_policy(flow, policy, only_new=True)
+        if loaded.outcome == "new":
+            tell("policy", f"{flow}: installed as version {loaded.version}")
+        elif loaded.differs:
+            tell("warning", f"policy {flow}: version {loaded.version} rules, and the configuration file differs")
+
+
+def _rq_workers(client: Accumulator) -> int:
+    """One where a flow wants RQ."""
+    return int(any(policy.sink == "rq" for _, policy in client.policies().values()))
+
+
+@contextmanager
+def _working(worker: Worker, stop: threading.Event) -> Iterator[None]:
+    """The worker, in a thread; what ends it ends the demo."""
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            worker.run()
+        except BaseException as problem:
+            failures.append(problem)
+        finally:
+            stop.set()
+
+    thread = threading.Thread(target=work, name="worker")
+    thread.start()
+    try:
+        yield
+    finally:
+        worker.stop()
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[threading.Event]:
+    """An event that SIGTERM and Ctrl-C set."""
+    stop = threading.Event()
+    before = {name: signal.signal(name, lambda *_: stop.set()) for name in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for name, handle in before.items():
+            signal.signal(name, handle)

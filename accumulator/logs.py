@@ -32,18 +32,20 @@ class _State:
     render: Processor
 
 
-_state = _State(False, structlog.processors.LogfmtRenderer(key_order=["event"]))
+_state = _State(False, structlog.processors.LogfmtRenderer())
 
 
 def _hide(_: Any, __: str, fields: _Fields) -> _Fields:
-    for name, value in list(fields.items()):
+    shown: _Fields = {name: fields.pop(name) for name in ("timestamp", "level", "logger", "event")}
+    for name, value in fields.items():
         if name == "bucket_key":
-            del fields[name]
             text = str(value)
-            fields["bucket"] = text if _state.plain_keys else blake2b(text.encode(), digest_size=6).hexdigest()
-        elif not isinstance(value, str | int | float | bool | None):
-            fields[name] = f"<{type(value).__name__}>"
-    return fields
+            shown["bucket"] = text if _state.plain_keys else blake2b(text.encode(), digest_size=6).hexdigest()
+        elif isinstance(value, str | int | float | bool | None):
+            shown[name] = value
+        else:
+            shown[name] = f"<{type(value).__name__}>"
+    return shown
 
 
 def _render(logger: Any, method: str, fields: _Fields) -> Any:

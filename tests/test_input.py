@@ -243,7 +243,8 @@ def test_other_calls_refuse_their_other_arguments(virtual: Accumulator, make_cli
 ODD_TEXTS = [
     "x", " x", "x ", " ", "a b", "{chave}", "}{", "{}", "::", "a:b", "%", "%3A", "-", "0", "00", "+", "*", "2 3 4", "'",
     '"', "\\", "\\n", "a\nb", "\r\n", "\t", "\x00", "a\x00b", "\x1b[0m", "\x7f", "\x85", "é", "e\u0301", "客户-Ü-🙂",
-    "id\u200d", "\u202ertl", "\ufeff", "\u2028", "\U0010ffff", "12345678901234567890", "1e400", "nil", "null", "true", "[]",
+    "id\u200d", "\u202ertl", "\ufeff", "\u2028", "\U0010ffff", "12345678901234567890", "1e400",
+    "nil", "null", "true", "[]",
 ]  # fmt: skip
 PAYLOADS: list[Any] = [
     MISSING, None, True, False, 0, -0.0, 0.1, 1e21, 1e-7, 5e-324, 1.7976931348623157e308, 2**53 + 1, 2**64 - 1,

@@ -1,0 +1,62 @@
+"""Handlers for worker processes that tests start. They write what they did into the file that the first event's payload
+names, a line each, so that a test sees it whatever became of the process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from typing import Any
+
+from accumulator import Context, handler
+
+
+def _told(ctx: Context) -> dict[str, Any]:
+    payload = ctx.events[0].event.payload
+    assert isinstance(payload, dict)
+    return payload
+
+
+def _write(ctx: Context, what: str) -> None:
+    line = [what, ctx.bucket_key, ctx.manifest.window_version, ctx.attempt, list(ctx.manifest.event_ids)]
+    out = os.open(_told(ctx)["out"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    try:
+        os.write(out, json.dumps(line).encode() + b"\n")  # one write: lines of several processes do not mix
+    finally:
+        os.close(out)
+
+
+@handler("log")
+def write_down(ctx: Context) -> object:
+    _write(ctx, "handled")
+    return ctx.events[0].event.payload
+
+
+@handler("slow", timeout="5m")
+def take_long(ctx: Context) -> None:
+    _write(ctx, "begun")
+    threading.Event().wait(_told(ctx)["seconds"])
+    _write(ctx, "ended")
+
+
+@handler("hang", timeout="200ms", max_attempts=2, backoff="1ms")
+def overrun(ctx: Context) -> None:
+    _write(ctx, "begun")
+    try:
+        threading.Event().wait(60)
+    except Exception:  # a timeout must not be swallowed by what catches everything
+        _write(ctx, "caught")
+
+
+@handler("fail", max_attempts=3, backoff="1ms", max_backoff="2ms")
+def fail(ctx: Context) -> None:
+    _write(ctx, "failed")
+    raise ValueError(_told(ctx)["secret"])
+
+
+@handler("crash", timeout="5m")
+def crash(ctx: Context) -> None:
+    _write(ctx, "begun")
+    if ctx.attempt == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
