@@ -105,6 +105,7 @@ class StoredFields(TypedDict, total=False):
     payload: Any
     late: bool
     revised: bool
+    reconciled: bool
     digest: str
 
 
@@ -600,7 +601,7 @@ class Event(BaseModel):
         """
         stored = unpack(event_id, envelope, bucket_key)
         late, revised = stored.pop("late", False), stored.pop("revised", False)
-        digest = stored.pop("digest", None)
+        digest, reconciled = stored.pop("digest", None), stored.pop("reconciled", False)
         stored.pop("size", None)
         values: dict[str, Any] = {**_DEFAULTS, **stored}
         occurred, deadline = values["occurred_at"], values["deadline_at"]
@@ -612,7 +613,14 @@ class Event(BaseModel):
         _fill(made, values, stored)
         if digest is not None:
             made.__dict__["_digest"] = digest
+        if reconciled:
+            made.__dict__["_reconciled"] = True
         return made, late, revised
+
+    @property
+    def reconciled(self) -> bool:
+        """Whether it was stored by a resolution of the reconciliation queue."""
+        return "_reconciled" in self.__dict__
 
     @property
     def occurred_ms(self) -> int:
