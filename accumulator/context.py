@@ -246,9 +246,10 @@ class Context:
         return effect.result
 
     def superseded(self) -> None:
-        """Raises Superseded where the bucket has a newer window, open or closed. To be asked just before what others
-        would see."""
-        if self._perform("newest_version", self.bucket_key) > self.manifest.window_version:
+        """Raises Superseded where the bucket has a newer window, open or closed, and no effect has begun, in this attempt
+        or an earlier one. To be asked just before what others would see."""
+        newer = self._perform("newest_version", self.bucket_key) > self.manifest.window_version
+        if newer and not self._perform("effects", self.window_id):
             raise Superseded
 
     def set_aside(self, event_id: str, why: str) -> None:

@@ -24,7 +24,8 @@ from accumulator.handlers import (
 )
 from accumulator.logs import get_logger, place
 from accumulator.manifest import Manifest
-from accumulator.role import SLICE, Role, Turns
+from accumulator.role import SLICE, Role
+from accumulator.turns import InFlight, Turns
 
 T = TypeVar("T")
 
@@ -48,7 +49,8 @@ def _unlimited(_: float) -> AbstractContextManager[object]:
 class Attempt:
     """One attempt at a manifest: begin, read, handle, settle. Made once; what is granted to it is granted to no other.
 
-    `bucket_key` saves a call where it is known. `limit` is the guard its handler runs under.
+    `bucket_key` saves a call where it is known. `limit` is the guard its handler runs under; `find` gives the handler
+    of a flow or raises HandlerMissing.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Attempt:
         attempt: int,
         bucket_key: str | None = None,
         limit: Guard = _unlimited,
+        find: Callable[[str], Handler] = find_handler,
     ) -> None:
         self.accumulator = accumulator
         self.window_id = window_id
@@ -67,6 +70,7 @@ class Attempt:
         self.deadline: float | None = None
         """When its handler is past its timeout, by the monotonic clock; None while none runs."""
         self._limit = limit
+        self._find = find
         self._handler: Handler | None = None
         self._lease_until = 0.0
         self._group: tuple[Manifest, ...] = ()
@@ -86,7 +90,7 @@ class Attempt:
         flow = key.split(":", 2)[1]
         self._log = self._log.bind(flow=flow, bucket_key=key)
         try:
-            handler = self._handler = find_handler(flow)
+            handler = self._handler = self._find(flow)
         except HandlerMissing:
             handler = None
         lease = LEASE_MARGIN + handler.timeout if handler else _BRIEF_LEASE
@@ -276,20 +280,25 @@ class DirectRunner(Role):
     """
 
     name = "runner"
+    sink = "direct"
 
-    def __init__(self, accumulator: Accumulator, threads: int = 4, grace: float = 2.5) -> None:
+    def __init__(
+        self, accumulator: Accumulator, threads: int = 4, grace: float = 2.5, in_flight: InFlight | None = None
+    ) -> None:
         super().__init__(accumulator)
         self.abandoned = 0
         self._threads = threads
         self._grace = grace
-        self._turns = Turns(accumulator, "direct")
+        self._turns = Turns(accumulator, self.sink, in_flight)
         self._slots: list[_Slot] = []
-        self._ready: dict[int, None] = {}  # partitions, in the order in which they are looked into
-        self._news = threading.Condition()
         self._kept = 0
 
+    def find(self, flow: str) -> Handler:
+        """What runs for a flow. Raises HandlerMissing."""
+        return find_handler(flow)
+
     def step(self) -> None:
-        while len(self._slots) < self._threads:
+        while self._turns.active and len(self._slots) < self._threads:
             self._kept += 1
             slot = _Slot(self._kept)
             self._slots.append(slot)
@@ -298,14 +307,13 @@ class DirectRunner(Role):
         for attempt in self._running():
             if attempt.deadline is not None:
                 pause = min(pause, max(0.0, attempt.deadline - monotonic()))
-        self._add(self._turns.wait(pause))
+        self._turns.listen(pause)
         self.trouble.over()
         self._replace_overdue()
 
     def stop(self) -> None:
         super().stop()
-        with self._news:
-            self._news.notify_all()
+        self._turns.wake()
 
     def close(self) -> None:
         until = monotonic() + self._grace
@@ -328,15 +336,9 @@ class DirectRunner(Role):
 
     def _spawn(self, slot: _Slot, target: Callable[..., object], *args: object) -> threading.Thread:
         # As daemons, since a handler that hangs must not keep the process.
-        thread = threading.Thread(target=target, args=args, name=f"direct-{slot.number}", daemon=True)
+        thread = threading.Thread(target=target, args=args, name=f"{self.sink}-{slot.number}", daemon=True)
         thread.start()
         return thread
-
-    def _add(self, partitions: set[int]) -> None:
-        if partitions:
-            with self._news:
-                self._ready.update(dict.fromkeys(partitions))
-                self._news.notify(len(partitions))
 
     def _replace_overdue(self) -> None:
         now = monotonic()
@@ -352,29 +354,15 @@ class DirectRunner(Role):
     def _work(self, slot: _Slot) -> None:
         while not (slot.replaced or self.stopping.is_set()):
             try:
-                attempt = self._take()
-                if attempt is not None and not slot.replaced:
-                    slot.attempt = attempt
-                    attempt.run()
+                for taken in self._turns.take(1, WATCH, SLICE):
+                    if slot.replaced:
+                        return  # it stopped meanwhile: the manifest's watch brings it back
+                    slot.attempt = Attempt(
+                        self.accumulator, taken.window_id, taken.attempt, taken.bucket_key, find=self.find
+                    )
+                    slot.attempt.run()
+                    self._turns.ended(taken.bucket_key)
             except Exception as problem:  # a thread that ended would be missing for ever
                 self.stopping.wait(self.trouble.met(problem))
             finally:
                 slot.attempt = None
-
-    def _take(self) -> Attempt | None:
-        with self._news:
-            if not self._ready:
-                self._news.wait(SLICE)
-            if not self._ready or self.stopping.is_set():
-                return None
-            partition = next(iter(self._ready))
-            del self._ready[partition]
-        try:
-            found = self.perform(self.operations.take(partition, "direct", 1, WATCH))
-        except AccumulatorError:
-            self._add({partition})
-            raise
-        if not found:
-            return None
-        self._add({partition})  # perhaps there are more
-        return Attempt(self.accumulator, found[0].window_id, found[0].attempt, found[0].bucket_key)

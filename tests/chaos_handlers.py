@@ -216,13 +216,11 @@ class Staged(Stages):
 
 # --- processes --------------------------------------------------------------------------------------------------------
 
-_scripts = {
-    text: name for name in scripts.NAMES for text in (scripts.script(name).sha, scripts.script(name).source)
-}
+_scripts = {text: name for name in scripts.NAMES for text in (scripts.script(name).sha, scripts.script(name).source)}
 
 
 def _steps_of(commands: Commands) -> Iterable[str]:
-    found = {}
+    found: dict[str, None] = {}
     for command in commands:
         if command[0] in ("EVALSHA", "EVAL"):
             script = _scripts[command[1]]
@@ -235,11 +233,11 @@ def _steps_of(commands: Commands) -> Iterable[str]:
 def _set_traps() -> None:
     send, enqueue_many = Store._send, rq.Queue.enqueue_many
 
-    def send_past_traps(store: Store, commands: Commands) -> list[Reply]:
+    def send_past_traps(self: Store, commands: Commands) -> list[Reply]:
         steps = _steps_of(commands)
         for step in steps:
             _pass(step, "before")
-        replies = send(store, commands)
+        replies = send(self, commands)
         for step in steps:
             _pass(step, "after")
         if "begin" in steps:
@@ -257,7 +255,7 @@ def _set_traps() -> None:
 
 
 # What a dead process held comes back within a second or two instead of half a minute.
-_BRIEF: Final = ((runner, "LEASE_MARGIN", 1000), (runner, "WATCH", 500), (rq_sink, "WATCH", 1500))
+_BRIEF: Final = ((runner, "LEASE_MARGIN", 1000), (runner, "WATCH", 500), (rq_sink, "WATCH", 2500))
 
 
 def work(roles: str, folder: Path, url: str, namespace: str) -> None:

@@ -81,6 +81,8 @@ def problems(client: redis.Redis, namespace: str, purged: bool = False) -> Itera
         if ttl >= 0:
             yield f"{name.decode()} expires by itself"
 
+    if types.pop(f"{namespace}:workers", "zset") != "zset":
+        yield f"{namespace}:workers is no sorted set"
     meta = types.pop(f"{namespace}:meta", None)
     if meta != "hash":
         yield f"{namespace}:meta is {meta or 'missing'}"
