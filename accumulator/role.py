@@ -26,13 +26,18 @@ _LONGEST_PAUSE: Final = 2.0
 
 
 class Trouble:
-    """A burst of failures: pauses that double, one line in the log when it begins and one when it is over."""
+    """A burst of failures: pauses that double, one line in the log when it begins, and one when it has been over for a
+    second."""
+
+    CALM: Final = 1.0
 
     def __init__(self, log: Any) -> None:
         self._log = log
         self._lock = threading.Lock()
         self._failures = 0
+        self._in_row = 0
         self._since = 0.0
+        self._well_since: float | None = None
 
     def met(self, problem: BaseException) -> float:
         """Counts a failure; the pause (s) before the next try."""
@@ -41,16 +46,23 @@ class Trouble:
                 self._since = monotonic()
                 self._log.warning("trouble", problem=type(problem).__name__, detail=_detail(problem))
             self._failures += 1
-            return min(_LONGEST_PAUSE, _FIRST_PAUSE * (1 << min(self._failures - 1, 10)))
+            self._in_row += 1
+            self._well_since = None
+            return min(_LONGEST_PAUSE, _FIRST_PAUSE * (1 << min(self._in_row - 1, 10)))
 
     def over(self) -> None:
-        """It went well."""
+        """It went well, this time."""
         if not self._failures:
             return
         with self._lock:
-            if self._failures:
-                self._log.info("recovered", failures=self._failures, seconds=round(monotonic() - self._since, 1))
-                self._failures = 0
+            now = monotonic()
+            self._in_row = 0
+            if self._well_since is None:
+                self._well_since = now
+            elif self._failures and now - self._well_since >= self.CALM:
+                seconds = round(self._well_since - self._since, 1)
+                self._log.info("recovered", failures=self._failures, seconds=seconds)
+                self._failures, self._well_since = 0, None
 
 
 def _detail(problem: BaseException) -> str:
@@ -94,46 +106,6 @@ class Role(ABC):
     @abstractmethod
     def close(self) -> None:
         """Gives back what it holds."""
-
-
-class Turns:
-    """Which partitions may hold manifests of a sink whose turn has come: those the wake-up channel names, and at each
-    slow look those that do."""
-
-    LOOK: Final = 1.0
-
-    def __init__(self, accumulator: Accumulator, sink: str) -> None:
-        self._store = accumulator.store
-        self._operations = accumulator.operations
-        self._sink = sink
-        self._subscription = self._store.subscription(self._operations.channel)
-        self._offset = 0.0
-        self._look_at = 0.0
-
-    def wait(self, seconds: float) -> set[int]:
-        """Partitions, at once where there is news, else after `seconds`. Raises ServerError."""
-        if monotonic() >= self._look_at:
-            return self._look()
-        found = set()
-        now = monotonic()
-        for message in self._subscription.wait(min(seconds, self._look_at - now)):
-            if not message:
-                return self._look()
-            news = read_wake(message, self._operations.partitions)
-            # A timer of the future is the closer's.
-            if news is not None and news[1] <= (monotonic() + self._offset) * 1000 + 50:
-                found.add(news[0])
-        return found
-
-    def _look(self) -> set[int]:
-        self._look_at = monotonic() + self.LOOK
-        self._offset = server_offset(self._store.perform, self._operations)
-        self._subscription.check(SILENCE)
-        waiting = self._store.perform(self._operations.waiting(self._sink))
-        return {partition for partition, count in enumerate(waiting) if count}
-
-    def close(self) -> None:
-        self._subscription.close()
 
 
 def server_offset(perform: Any, operations: Any) -> float:

@@ -24,7 +24,8 @@ from accumulator.handlers import (
 )
 from accumulator.logs import get_logger, place
 from accumulator.manifest import Manifest
-from accumulator.role import SLICE, Role, Turns
+from accumulator.role import SLICE, Role
+from accumulator.turns import InFlight, Turns
 
 T = TypeVar("T")
 
@@ -48,7 +49,8 @@ def _unlimited(_: float) -> AbstractContextManager[object]:
 class Attempt:
     """One attempt at a manifest: begin, read, handle, settle. Made once; what is granted to it is granted to no other.
 
-    `bucket_key` saves a call where it is known. `limit` is the guard its handler runs under.
+    `bucket_key` saves a call where it is known. `limit` is the guard its handler runs under; `find` gives the handler
+    of a flow or raises HandlerMissing.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Attempt:
         attempt: int,
         bucket_key: str | None = None,
         limit: Guard = _unlimited,
+        find: Callable[[str], Handler] = find_handler,
     ) -> None:
         self.accumulator = accumulator
         self.window_id = window_id
@@ -67,6 +70,7 @@ class Attempt:
         self.deadline: float | None = None
         """When its handler is past its timeout, by the monotonic clock; None while none runs."""
         self._limit = limit
+        self._find = find
         self._handler: Handler | None = None
         self._lease_until = 0.0
         self._group: tuple[Manifest, ...] = ()
@@ -86,7 +90,7 @@ class Attempt:
         flow = key.split(":", 2)[1]
         self._log = self._log.bind(flow=flow, bucket_key=key)
         try:
-            handler = self._handler = find_handler(flow)
+            handler = self._handler = self._find(flow)
         except HandlerMissing:
             handler = None
         lease = LEASE_MARGIN + handler.timeout if handler else _BRIEF_LEASE
@@ -147,8 +151,12 @@ class Attempt:
             self._ended = True
         if cause == "Stopped" or self._handler is None:
             return self._settle(Ending("returned", cause, 1_000), by_other=True)
-        failures = self._group[-1].failures + 1
-        return self._settle(Ending("failed", cause, self._handler.delay(failures)), by_other=True)
+        ending = Ending("failed", cause, self._handler.delay(self._failures() + 1))
+        return self._settle(ending, by_other=True)
+
+    def _failures(self) -> int:
+        """Failed attempts before this one."""
+        return self._group[-1].failures if self._group else 0
 
     def _settle(self, ending: Ending, by_other: bool = False) -> str | None:
         with self._lock:
@@ -193,8 +201,10 @@ class Attempt:
         if ending.name == "confirmed":
             self._log.debug("confirmed")
         else:
-            tell = self._log.error if ending.name == "dead" else self._log.warning
-            tell(ending.name, cause=ending.cause, where=ending.where, delay_ms=ending.delay)
+            last = self._handler is not None and self._failures() + 1 >= self._handler.max_attempts
+            name = "dead" if ending.name == "failed" and last else ending.name
+            tell = self._log.error if name == "dead" else self._log.warning
+            tell(name, cause=ending.cause, where=ending.where, delay_ms=0 if name == "dead" else ending.delay)
         return ending.name
 
 
@@ -279,20 +289,25 @@ class DirectRunner(Role):
     """
 
     name = "runner"
+    sink = "direct"
 
-    def __init__(self, accumulator: Accumulator, threads: int = 4, grace: float = 2.5) -> None:
+    def __init__(
+        self, accumulator: Accumulator, threads: int = 4, grace: float = 2.5, in_flight: InFlight | None = None
+    ) -> None:
         super().__init__(accumulator)
         self.abandoned = 0
         self._threads = threads
         self._grace = grace
-        self._turns = Turns(accumulator, "direct")
+        self._turns = Turns(accumulator, self.sink, in_flight)
         self._slots: list[_Slot] = []
-        self._ready: dict[int, None] = {}  # partitions, in the order in which they are looked into
-        self._news = threading.Condition()
         self._kept = 0
 
+    def find(self, flow: str) -> Handler:
+        """What runs for a flow. Raises HandlerMissing."""
+        return find_handler(flow)
+
     def step(self) -> None:
-        while len(self._slots) < self._threads:
+        while self._turns.active and len(self._slots) < self._threads:
             self._kept += 1
             slot = _Slot(self._kept)
             self._slots.append(slot)
@@ -301,14 +316,13 @@ class DirectRunner(Role):
         for attempt in self._running():
             if attempt.deadline is not None:
                 pause = min(pause, max(0.0, attempt.deadline - monotonic()))
-        self._add(self._turns.wait(pause))
+        self._turns.listen(pause)
         self.trouble.over()
         self._replace_overdue()
 
     def stop(self) -> None:
         super().stop()
-        with self._news:
-            self._news.notify_all()
+        self._turns.wake()
 
     def close(self) -> None:
         until = monotonic() + self._grace
@@ -331,15 +345,9 @@ class DirectRunner(Role):
 
     def _spawn(self, slot: _Slot, target: Callable[..., object], *args: object) -> threading.Thread:
         # As daemons, since a handler that hangs must not keep the process.
-        thread = threading.Thread(target=target, args=args, name=f"direct-{slot.number}", daemon=True)
+        thread = threading.Thread(target=target, args=args, name=f"{self.sink}-{slot.number}", daemon=True)
         thread.start()
         return thread
-
-    def _add(self, partitions: set[int]) -> None:
-        if partitions:
-            with self._news:
-                self._ready.update(dict.fromkeys(partitions))
-                self._news.notify(len(partitions))
 
     def _replace_overdue(self) -> None:
         now = monotonic()
@@ -355,29 +363,15 @@ class DirectRunner(Role):
     def _work(self, slot: _Slot) -> None:
         while not (slot.replaced or self.stopping.is_set()):
             try:
-                attempt = self._take()
-                if attempt is not None and not slot.replaced:
-                    slot.attempt = attempt
-                    attempt.run()
+                for taken in self._turns.take(1, WATCH, SLICE):
+                    if slot.replaced:
+                        return  # it stopped meanwhile: the manifest's watch brings it back
+                    slot.attempt = Attempt(
+                        self.accumulator, taken.window_id, taken.attempt, taken.bucket_key, find=self.find
+                    )
+                    slot.attempt.run()
+                    self._turns.ended(taken.bucket_key)
             except Exception as problem:  # a thread that ended would be missing for ever
                 self.stopping.wait(self.trouble.met(problem))
             finally:
                 slot.attempt = None
-
-    def _take(self) -> Attempt | None:
-        with self._news:
-            if not self._ready:
-                self._news.wait(SLICE)
-            if not self._ready or self.stopping.is_set():
-                return None
-            partition = next(iter(self._ready))
-            del self._ready[partition]
-        try:
-            found = self.perform(self.operations.take(partition, "direct", 1, WATCH))
-        except AccumulatorError:
-            self._add({partition})
-            raise
-        if not found:
-            return None
-        self._add({partition})  # perhaps there are more
-        return Attempt(self.accumulator, found[0].window_id, found[0].attempt, found[0].bucket_key)

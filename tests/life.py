@@ -210,7 +210,7 @@ class Snapshot:
                 self.held[where] = {member.decode(): score for member, score in reply}
             else:
                 self.held[where] = [member.decode() for member in reply]
-        self.manifests: dict[str, dict[str, str]] = {w: fields for w, fields in self.named("manifest").items()}
+        self.manifests: dict[str, dict[str, str]] = self.named("manifest")
         self.ready = Counter(w for (_, name), listed in self.held.items() if name.startswith("ready:") for w in listed)
 
     def named(self, kind: str) -> dict[str, Any]:

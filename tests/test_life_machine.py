@@ -68,20 +68,21 @@ class Machine:
         yield
         if plan != "superseded":
             for name in self.random.sample(["mail", "log", "tell"], self.random.randint(0, 2)):
-                if not (yield from self.effect(window_id, name, token)):
+                if (yield from self.effect(window_id, name, token)) == "refused":
                     return
                 yield
         if plan == "confirmed":
-            if not (yield from self.effect(window_id, "main", token)):
+            done = yield from self.effect(window_id, "main", token)
+            if done == "refused":
                 return
+            plan = "confirmed" if done == "confirmed" else "failed"
             yield
-        ending = {"superseded": "superseded", "confirmed": "confirmed"}.get(plan, plan)
-        told = self.twice(lambda: life.settle(window_id, ending, plan, token, delay=5_000))
+        told = self.twice(lambda: life.settle(window_id, plan, plan, token, delay=5_000))
         if told in ("effects_begun", "no_newer_window"):
             life.settle(window_id, "failed", told, token, delay=1_000)
 
-    def effect(self, window_id: str, name: str, token: str) -> Generator[None, None, bool]:
-        """Whether the attempt still has a say."""
+    def effect(self, window_id: str, name: str, token: str) -> Generator[None, None, str]:
+        """What became of it: confirmed, undone, uncertain, or refused where the attempt has no say any more."""
         nonce, key = f"{self.random.getrandbits(32):08x}", f"{window_id}:{name}"
 
         def ask(step: str) -> str:
@@ -94,14 +95,12 @@ class Machine:
             told = ask("confirm" if self.world[key] else "again")
         if told == "begun":
             if self.chance(0.1):
-                return bool(ask("undo") == "undone")  # it could not be called
+                return ask("undo")  # it could not be called
             self.world[key] += 1
             if self.chance(0.4):
                 yield
-            if self.chance(0.2):
-                return bool(ask("doubt") == "uncertain")
-            told = ask("confirm")
-        return told == "confirmed"
+            told = ask("doubt" if self.chance(0.2) else "confirm")
+        return told
 
     def check_hand_over(self, manifest: Manifest) -> None:
         """Nothing older waits that should have come before."""
@@ -171,22 +170,21 @@ class Machine:
     def lose(self) -> None:
         self.jobs.clear()
 
-    def decide(
-        self, decisions: tuple[str, ...] = ("approve", "refuse", "replay", "replay", "discard", "confirm")
-    ) -> None:
+    def decide(self) -> None:
+        self.answer("approve", "refuse", "replay", "replay", "discard", "confirm")
+
+    def answer(self, *decisions: str) -> None:
+        """A person decides on one of the manifests that wait for one; what they say of effects in doubt is true."""
         waiting = self.life.do(self.life.ops.attention())
         if not waiting:
             return
-        window_id = self.random.choice(waiting)
-        decision = self.random.choice(decisions)
+        window_id, decision = self.random.choice(waiting), self.random.choice(decisions)
         unsure = [e.name for e in self.life.do(self.life.ops.effects(window_id)) if e.state != "confirmed"]
         happened = {bool(self.world[f"{window_id}:{name}"]) for name in unsure}
-        truth = {(True,): "done", (False,): "not_done"}.get(tuple(happened), "")
-        before = self.life.state(window_id)
+        truth = "" if len(happened) != 1 else "done" if True in happened else "not_done"
         told, _ = self.life.decide(window_id, decision, truth if self.chance(0.5) else "")
         if told == "done" and decision == "confirm":
             self.by_hand.add(window_id)
-        assert told in ("done", "joined") or before in ("awaiting_approval", "dead", "uncertain", "reconciling")
 
     # --- the end ---
 
@@ -197,6 +195,7 @@ class Machine:
         self.jobs.clear()
         for key in self.keys:
             life.acc.flush(key)
+        unsettled: dict[str, str] = {}
         for turn in range(200):
             life.tick(1_800_000 if turn % 3 else 1_000)
             for taken in life.take(20):
@@ -207,7 +206,7 @@ class Machine:
             if not unsettled:
                 break
             if set(unsettled.values()) <= ATTENTION:
-                self.decide(("approve", "replay"))
+                self.answer("approve", "replay")
         else:
             raise AssertionError(f"never settled: {unsettled}")
 
@@ -216,8 +215,7 @@ class Machine:
         assert life.ready() == {}
         assert life.do(life.ops.in_flight()) == [{}] * life.ops.partitions
         assert life.do(life.ops.attention()) == []
-        for name in ("outbox", "attention", "inflight"):
-            assert not life.named_keys(name)
+        assert not {key for key in life.keys() if key.endswith((":outbox", ":attention", ":inflight"))}
         for key in self.keys:
             fields = life.client.hkeys(f"{life.ops.prefix_of(key)}bucket:{key}")
             assert not {b"turn", b"waits", b"joins"} & set(fields)
