@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from accumulator import keys
 from accumulator.envelope import Event, check_bucket_key, check_event_id
@@ -27,6 +27,8 @@ from accumulator.health import Health, beat, end, read_health, read_setup
 from accumulator.manifest import RELATIONS, Contents, Manifest, StoredEvent, read_manifest, replay
 from accumulator.policy import Policy
 from accumulator.store import Call, Operation, Reply, answer, as_pairs, as_stream
+
+T = TypeVar("T")
 
 FORMAT: Final = 1
 """Version of the storage format; a namespace with a higher one is refused."""
@@ -206,7 +208,8 @@ class Waiting(NamedTuple):
 
 
 class Decided(NamedTuple):
-    """The answer to a decision on a manifest: ``done``, ``wrong_state`` or ``missing``, and the state it is in now."""
+    """The answer to a decision on a manifest: ``done``, ``wrong_state`` or ``missing``, and the state it is in now; or
+    ``joined``, and the window id of the manifest whose fate it shares."""
 
     outcome: str
     state: str
@@ -403,8 +406,9 @@ class Operations:
         answer(replies[0])
 
     def _measure(self) -> Operation[None]:
-        """Counts what the ceilings bound, once a second, and before each call when one is near. A partition may then
-        hold what it holds plus what the namespace has left; far from the ceilings nothing is passed to the scripts."""
+        """Counts what the ceilings bound, once a second, and before each call when one is near: when a round of calls
+        could reach it. A partition may then hold what it holds plus what the namespace has left; far from the ceilings
+        nothing is passed to the scripts."""
         if time.monotonic() - self._counted < 1:
             return
         replies = yield [
@@ -418,12 +422,20 @@ class Operations:
         for i, name in enumerate(_CEILINGS):
             own = counts[i * self.partitions : (i + 1) * self.partitions]
             left = self._ceilings[name] - sum(own)
-            near = near or left < max(1000, self._ceilings[name] // 10)
+            near = near or left < max(3 * ROUND_EVENTS, self._ceilings[name] // 10)
             self._allowances[name] = [held + max(left, 0) for held in own]
         if near:
             self._counted = -math.inf
         else:
             self._counted, self._allowances = time.monotonic(), None
+
+    def _careful(self, rounds: Iterable[list[T]]) -> Iterator[list[T]]:
+        """The same calls; near a ceiling one by one, since each is bounded by what those before it left."""
+        for calls in rounds:
+            if self._allowances is None:
+                yield calls
+            else:
+                yield from ([call] for call in calls)
 
     # --- policies ---
 
@@ -522,8 +534,10 @@ class Operations:
         yield from self._know_flows(flows)
         receipts: list[Receipt | None] = [None] * len(events)
         errors: list[AccumulatorError] = []
-        for parts in rounds:
-            yield from self._measure()
+        yield from self._measure()
+        for turn, parts in enumerate(self._careful(rounds)):
+            if turn:
+                yield from self._measure()
             replies: list[Reply] = yield [self._accept(part, events) for part in parts]
             for part, reply in zip(parts, replies, strict=True):
                 if isinstance(reply, UnknownFlow):
@@ -951,6 +965,10 @@ class Operations:
         replies = yield [self._script("stage", prefix, window_id, token, stage, result)]
         return bool(answer(replies[0]) == b"done")
 
+    def drop_stages(self, window_id: str, token: str) -> Operation[bool]:
+        """Drops the results of all stages, and the approval of what was proposed; False as in `save_stage`."""
+        return (yield from self.save_stage(window_id, token, "", ""))
+
     def stages(self, window_id: str) -> Operation[dict[str, str]]:
         """Stage → its result as JSON, of those that were kept."""
         yield from self.connect()
@@ -967,22 +985,29 @@ class Operations:
         version, _, value = kept.decode().partition(" ")
         return int(version), value
 
-    def newest_version(self, bucket_key: str) -> Operation[int]:
-        """The version of the bucket's newest window, open or closed."""
+    def can_give_way(self, manifest: Manifest) -> Operation[bool]:
+        """Whether the bucket has a newer window that is open or waits to be handed over, and no effect has begun."""
         yield from self.connect()
-        replies = yield [Call(("HMGET", keys.bucket(self.prefix_of(bucket_key), bucket_key), "open", "prev"))]
-        open_, prev = answer(replies[0])
-        return int(open_.split(b" ")[1]) if open_ else int(prev.split(b" ")[0]) if prev else 0
+        prefix, key = self.prefix_of(manifest.bucket_key), manifest.bucket_key
+        newer = ("ZRANGE", keys.manifests(prefix, key), f"({manifest.window_version}", "+inf", "BYSCORE")
+        replies = yield [
+            Call(("EXISTS", keys.effects(prefix, manifest.window_id))),
+            Call(("HEXISTS", keys.bucket(prefix, key), "open")),
+            Call(newer),
+        ]
+        begun, opened, window_ids = (answer(reply) for reply in replies)
+        if begun or opened or not window_ids:
+            return not begun and bool(opened)
+        replies = yield [Call(("HGET", keys.manifest(prefix, w.decode()), "state")) for w in window_ids]
+        return any(answer(reply) == b"closed" for reply in replies)
 
     def set_aside(self, window_id: str, token: str, event: Event, why: str) -> Operation[bool]:
         """Queues an event of a manifest for reconciliation, once; False where the token has no say any more."""
         yield from self.connect()
         prefix = self.prefix_of_window(window_id)
-        packed = event.packed
+        event_id, _, _, envelope = _packed(event)
         replies = yield [
-            self._script(
-                "aside", prefix, window_id, token, packed.event_id, event.content_digest, packed.envelope, why[:1000]
-            )
+            self._script("aside", prefix, window_id, token, event_id, event.content_digest, envelope, why[:1000])
         ]
         return bool(answer(replies[0]) == b"done")
 
@@ -1055,7 +1080,7 @@ class Operations:
         _choice("effects", effects, ("", "done", "not_done"))
         yield from self.connect()
         prefix = self.prefix_of_window(window_id)
-        replies = yield [self._script("decide", prefix, window_id, decision, who, why, effects)]
+        replies = yield [self._script("decide", prefix, window_id, decision, who, why, effects, self._nonce(16))]
         told, state = answer(replies[0])
         return Decided(told.decode(), state.decode())
 
@@ -1074,7 +1099,7 @@ class Operations:
         replies = yield [
             self._script(
                 "resolve", self.prefix_of(event.bucket_key), self._nonce(6), "", "", _stream_id(item.item_id), decision,
-                who, why, event.bucket_key, *event.packed[:4],
+                who, why, event.bucket_key, *_packed(event),
             )
         ]  # fmt: skip
         told, text = answer(replies[0])
@@ -1117,6 +1142,16 @@ class Operations:
                             counts[(yield from self.resolve(item, decision, who, why)).outcome] += 1
                     page = yield from self.queued(partition, page[-1].item_id, last.decode(), 100)
         return counts
+
+
+def _packed(event: Event) -> tuple[bytes, bytes, bytes, bytes]:
+    """Id, mark, facts and envelope of an event that was read back. One whose payload was not kept has its digest in the
+    envelope, since it can't be computed again."""
+    event_id, mark, facts, envelope, _ = event.packed
+    again, _, _ = Event.from_stored(event_id, event.bucket_key, envelope)
+    if again.content_digest != event.content_digest:
+        envelope = b'%b,"digest":"%b"}' % (envelope[:-1], event.content_digest.encode())
+    return event_id, mark, facts, envelope
 
 
 def _record(manifest: Manifest) -> list[Any]:

@@ -188,7 +188,8 @@ class Attempt:
             told = _keep_trying(lambda: settle(ending), self._lease_until - monotonic())
             if told in ("effects_begun", "no_newer_window"):
                 # It can't give way: it is an attempt like any other that failed.
-                ending = Ending("failed", told, 1_000)
+                failures = self._group[-1].failures + 1
+                ending = Ending("failed", told, self._handler.delay(failures) if self._handler else 1_000)
                 told = _keep_trying(lambda: settle(ending), self._lease_until - monotonic())
         except AccumulatorError as problem:
             # Its lease ends, and the manifest is tried again.
@@ -222,8 +223,7 @@ class Ending:
 
 def _ending(error: BaseException, handler: Handler, ctx: Context) -> Ending:
     cause, where = cause_of(error), place(error)
-    text = str(error)[:500]
-    text = f"{cause}: {'(its message quotes the payload)' if ctx.quotes(text) else text}"
+    text = f"{cause}: {_message(error, ctx)}"
     if isinstance(error, LeaseLost):
         return Ending("lost", cause)
     if isinstance(error, NeedsApproval):
@@ -238,6 +238,15 @@ def _ending(error: BaseException, handler: Handler, ctx: Context) -> Ending:
         return Ending("dead", cause, text=text, where=where)
     delay = error.after_ms if isinstance(error, RetryLater) else handler.delay(ctx.failures + 1)
     return Ending("failed", cause, delay, text, where)
+
+
+def _message(error: BaseException, ctx: Context) -> str:
+    """What the error says, as far as it can be kept: short, valid text that quotes no payload."""
+    try:
+        text = str(error)[:100_000].encode(errors="replace").decode()
+    except Exception:  # a handler's own class may do anything here
+        return "(its message can't be read)"
+    return "(its message quotes the payload)" if ctx.quotes(text) else text[:500]
 
 
 def _keep_trying(call: Callable[[], T], seconds: float) -> T:
