@@ -227,6 +227,14 @@ class Turns:
         change, and is empty. Raises ServerError."""
         with self._news:
             mark = self._marks
+            lost = self._lost.pop() if self._lost else None
+        if lost is not None:
+            tenant, partition = lost
+            found = self._in_flight.take(partition, self._sink, tenant, 1, watch_ms)
+            if found:
+                with self._news:
+                    self._lost.append(lost)  # perhaps there are more
+                return found
         choice = self._choose()
         if choice is None and self._waiting and self._in_flight.count(self.FULL):
             choice = self._choose()
@@ -237,13 +245,9 @@ class Turns:
                         self._news.wait(min(patience, self.FULL) if self._waiting else patience)
             return []
         tenant, partition, share, reads = choice
-        most = max(1, count // max(1, share))
+        most = max(1, count // share)
         found = self._in_flight.take(partition, self._sink, tenant, most, watch_ms)
-        if not share:
-            if found:
-                with self._news:
-                    self._lost.append((tenant, partition))
-        elif len(found) < most:
+        if len(found) < most:
             if self._in_flight.limit(tenant) is None:
                 with self._news:
                     # Unless what was read meanwhile knows better.
@@ -256,12 +260,8 @@ class Turns:
         return found
 
     def _choose(self) -> tuple[str, int, int, int | None] | None:
-        """Tenant and partition whose turn it is, among how many tenants (none: for those that were lost), and how often
-        the partition was read."""
+        """Tenant and partition whose turn it is, among how many tenants, and how often the partition was read."""
         with self._news:
-            if self._lost:
-                tenant, partition = self._lost.pop()
-                return tenant, partition, 0, None
             for tenant in self._waiting:
                 if self._in_flight.room(tenant) > 0:
                     break

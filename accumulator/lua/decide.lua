@@ -18,9 +18,6 @@
 -- cost    -> O(effects + log timers)
 
 local m = load_manifest(ARGV[2])
-if m.leader then
-  m = load_manifest(m.leader) -- what was handed over together is decided together
-end
 local decision = ARGV[3]
 local cause = decision .. ' by ' .. ARGV[4] .. ': ' .. ARGV[5]
 local troubled = m.state == 'dead' or m.state == 'uncertain' or m.state == 'reconciling'
