@@ -75,8 +75,7 @@ class InFlight:
         self._totals[tenant] = self._totals.get(tenant, 0) + number
 
     def take(self, partition: int, sink: str, tenant: str, count: int, watch_ms: int) -> list[Taken]:
-        """Takes up to `count` manifests of a tenant in a partition; of one at its limit, only such as are in flight
-        already and were lost. Raises ServerError."""
+        """Takes up to `count` manifests of a tenant in a partition. Raises ServerError."""
         limit = self.limit(tenant)
         if limit is None:
             return self._take(partition, sink, tenant, count, watch_ms, _NO_LIMIT)
@@ -89,8 +88,12 @@ class InFlight:
             most = min(count, max(1, room // 2))
             here = self._counts[partition].get(tenant, 0)
             found = self._take(partition, sink, tenant, most, watch_ms, here + room)
-            self._add(partition, tenant, min(len(found), room))
+            self._add(partition, tenant, len(found))
             return found
+
+    def take_lost(self, partition: int, sink: str, tenant: str, count: int, watch_ms: int) -> list[Taken]:
+        """Takes only such as are in flight already, and whose watch said that they were lost. Raises ServerError."""
+        return self._take(partition, sink, tenant, count, watch_ms, -1)
 
     def _take(self, partition: int, sink: str, tenant: str, count: int, watch_ms: int, limit: int) -> list[Taken]:
         operations = self._accumulator.operations
@@ -230,10 +233,8 @@ class Turns:
             lost = self._lost.pop() if self._lost else None
         if lost is not None:
             tenant, partition = lost
-            found = self._in_flight.take(partition, self._sink, tenant, 1, watch_ms)
+            found = self._in_flight.take_lost(partition, self._sink, tenant, count, watch_ms)
             if found:
-                with self._news:
-                    self._lost.append(lost)  # perhaps there are more
                 return found
         choice = self._choose()
         if choice is None and self._waiting and self._in_flight.count(self.FULL):

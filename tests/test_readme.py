@@ -1,7 +1,8 @@
-"""The documents promise only what is there: each block of the README is run, each table compared, each link followed."""
+"""The documents promise only what is there: blocks of the README are run, tables compared, links followed."""
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 import re
@@ -17,7 +18,7 @@ import pytest
 import yaml
 
 import accumulator.handlers
-from accumulator import simulate
+from accumulator import keys, simulate
 from accumulator.client import Accumulator, AsyncAccumulator
 from accumulator.context import Context
 from accumulator.embedded import EmbeddedServer
@@ -272,6 +273,30 @@ def test_every_redis_cli_line_answers(sample: dict[str, str], server: EmbeddedSe
         assert done.stderr == "", shown
         assert done.stdout.strip(), f"{shown} says nothing"
         assert not re.match(r"\(?(error|ERR|WRONGTYPE)", done.stdout, re.IGNORECASE), f"{shown}: {done.stdout}"
+
+
+# --- the architecture -------------------------------------------------------------------------------------------------
+
+ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
+
+
+def test_every_key_is_in_the_architecture() -> None:
+    for name, function in inspect.getmembers(keys, inspect.isfunction):
+        first, *rest = inspect.signature(function).parameters
+        if first == "namespace" and name not in ("check_namespace", "prefix"):
+            assert f"`{function('acc')}`" in ARCHITECTURE, name
+        elif first == "prefix":
+            key = function("acc:{p}:", *(f"<{parameter}>" for parameter in rest)).partition("<")[0]
+            assert f"`{key}" in ARCHITECTURE, name
+
+
+def test_every_module_and_part_is_in_the_architecture() -> None:
+    package = ROOT / "accumulator"
+    for path in package.glob("[a-z]*.py"):
+        assert f"`{path.stem}`" in ARCHITECTURE, path.name
+    for path in (package / "lua").glob("*.lua"):
+        if path.read_text().startswith("-- part "):
+            assert f"`{path.stem}`" in ARCHITECTURE, path.name
 
 
 # --- links ------------------------------------------------------------------------------------------------------------
