@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -44,6 +44,16 @@ def close(target: Accumulator, tenant: str, count: int, flow: str = "f", first: 
 
 def policy(target: Accumulator, sink: str, flow: str = "f", **more: Any) -> None:
     target.load_policy(flow, {"inactivity": "1h", "terminal_kinds": ["end"], "sink": sink} | more)
+
+
+def step_until(step: Callable[[], None], condition: Callable[[], object]) -> None:
+    """Takes steps until the condition is true."""
+
+    def stepped() -> object:
+        step()
+        return condition()
+
+    wait_until(stepped)
 
 
 def tenant_of(bucket_key: str) -> str:
@@ -239,7 +249,7 @@ def test_a_lost_wake_up_is_made_up_for(
     assert turns.take(1, WATCH) == []
     monkeypatch.setattr(turns, "_subscription", Deaf())
     close(virtual, "a", 1, at=clock)
-    wait_until(lambda: turns.listen(0.05) or turns.waiting)
+    step_until(lambda: turns.listen(0.05), lambda: turns.waiting)
     assert len(turns.take(1, WATCH)) == 1
 
 
@@ -266,9 +276,9 @@ def test_a_sink_without_a_policy_costs_a_slow_look(
     assert not turns.active
     assert client.pubsub_numsub(live.operations.channel)[0][1] == 0
     policy(live, "direct", "g")
-    wait_until(lambda: turns.listen(0.01) or turns.active)
+    step_until(lambda: turns.listen(0.01), lambda: turns.active)
     close(live, "t", 1, "g")
-    wait_until(lambda: turns.listen(0.05) or turns.waiting)
+    step_until(lambda: turns.listen(0.05), lambda: turns.waiting)
     turns.close()
 
 
@@ -405,12 +415,12 @@ def test_rq_is_not_flooded(crowd: Accumulator, server: EmbeddedServer, namespace
             assert tenants_of(live, queue) == ["many"] * 4
             close(live, "one", 1)
             # It comes before the fifth of the others, however many those are.
-            wait_until(lambda: dispatcher.step() or queue.count == 5)
+            step_until(dispatcher.step, lambda: queue.count == 5)
             assert tenants_of(live, queue) == ["many"] * 4 + ["one"]
             for job in queue.jobs[:2]:
                 run_attempt(one, *job.args)
                 queue.remove(job)
-            wait_until(lambda: dispatcher.step() or queue.count == 5)
+            step_until(dispatcher.step, lambda: queue.count == 5)
             dispatcher.step()
             assert Counter(tenants_of(live, queue)) == {"many": 4, "one": 1}
         finally:
@@ -426,7 +436,7 @@ def test_without_limits_tenants_share_what_rq_is_given(
     with own(server.url, namespace) as one:
         dispatcher = Dispatcher(one, server.url, backlog=100)
         try:
-            wait_until(lambda: dispatcher.step() or queue.count >= 100)
+            step_until(dispatcher.step, lambda: queue.count >= 100)
             dispatcher.step()
             found = Counter(tenants_of(live, queue))
             assert found.total() == 100
@@ -443,10 +453,10 @@ def test_a_busy_dispatcher_hears_of_others(
     with own(server.url, namespace) as one:
         dispatcher = Dispatcher(one, server.url)
         try:
-            wait_until(lambda: dispatcher.step() or queue.count >= 100)
+            step_until(dispatcher.step, lambda: queue.count >= 100)
             close(live, "one", 1)
             before = queue.count
-            wait_until(lambda: dispatcher.step() or "one" in tenants_of(live, queue))
+            step_until(dispatcher.step, lambda: "one" in tenants_of(live, queue))
             assert queue.count <= before + 500
         finally:
             dispatcher.close()
@@ -466,7 +476,7 @@ def test_a_queue_for_each_flow(
         dispatcher = Dispatcher(one, server.url, options=lambda flow: options.get(flow, RqSink()))
         heavy = rq.Queue("heavy", connection=make_client())
         try:
-            wait_until(lambda: dispatcher.step() or (queue.count, heavy.count) == (1, 2))
+            step_until(dispatcher.step, lambda: (queue.count, heavy.count) == (1, 2))
         finally:
             dispatcher.close()
     [usual] = queue.jobs
@@ -492,8 +502,8 @@ def test_a_queue_that_nobody_works_on_holds_up_no_other(
         )
         dead = rq.Queue("dead", connection=make_client())
         try:
-            wait_until(lambda: dispatcher.step() or dead.count >= 20)
+            step_until(dispatcher.step, lambda: dead.count >= 20)
             close(live, "t", 5, "f")
-            wait_until(lambda: dispatcher.step() or queue.count == 5)
+            step_until(dispatcher.step, lambda: queue.count == 5)
         finally:
             dispatcher.close()

@@ -98,7 +98,7 @@ class Worked(_Run):
                 decided = perform(
                     operations.decide(window_id, decision, "ana", "a reason", pick(["", "done", "not_done"]))
                 )
-                assert decided.outcome in ("done", "wrong_state")
+                assert decided.outcome in ("done", "wrong_state", "joined")
         return done
 
     def begin(self, taken: Taken) -> None:
@@ -207,11 +207,11 @@ def re_sub(name: str) -> str:
     return name.rpartition("}:")[2].partition(":")[0]
 
 
-@pytest.mark.parametrize("first", range(1000, 1010, 5))
+@pytest.mark.parametrize("first", range(1000, 1006, 3))
 def test_the_keys_agree_after_every_operation_and_nothing_is_left(make_client: MakeClient, first: int) -> None:
     client = make_client()
     endings: set[str] = set()
-    for seed in range(first, first + 5):
+    for seed in range(first, first + 3):
         scenario = history(seed)
         run = Worked(client, scenario, seed)
         try:
