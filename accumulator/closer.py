@@ -67,6 +67,9 @@ class Closer(Role):
         self._subscription.close()
 
     def _poll(self) -> None:
+        if self.perform(self.operations.meet()):
+            self.log.warning("namespace_made_anew")
+            self._upkeep_at = 0.0
         offset = server_offset(self.perform, self.operations)
         heads = self.perform(self.operations.next_due())
         self._offset = [offset] * len(heads)

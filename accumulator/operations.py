@@ -334,18 +334,23 @@ class Operations:
 
     def connect(self) -> Operation[None]:
         """Meets the namespace, or makes it. Raises NamespaceMismatch where it was made for something else."""
-        if self.prefixes:
-            return
+        if not self.prefixes:
+            yield from self.meet()
+
+    def meet(self) -> Operation[bool]:
+        """The same, also where it was met before: it may have been wiped since. Whether it was made anew."""
         meta = keys.meta(self.namespace)
         mode = "live" if self._clock is None else "virtual"
         replies = yield [Call(("HGETALL", meta))]
         found = dict(as_pairs(replies[0]))
-        if not {b"format", b"partitions", b"mode"} <= found.keys():
+        new = not {b"format", b"partitions", b"mode"} <= found.keys()
+        if new:
+            self._flows.clear()
             replies = yield [
                 Call(("HSETNX", meta, field, value))
                 for field, value in (
                     ("format", FORMAT),
-                    ("partitions", self._wanted or 64),
+                    ("partitions", self._wanted or self.partitions or 64),
                     ("mode", mode),
                 )
             ]
@@ -373,6 +378,7 @@ class Operations:
             self._ceilings[name] = int(found.get(name.encode(), self._ceilings[name]))
         self.partitions = there
         self.prefixes = [keys.prefix(self.namespace, p) for p in range(there)]
+        return new
 
     def prefix_of(self, bucket_key: str) -> str:
         return self.prefixes[keys.partition_of(bucket_key, self.partitions)]
@@ -497,6 +503,17 @@ class Operations:
                 found[field.decode().removeprefix("flow:")] = (int(version), Policy.from_json(text))
         return dict(sorted(found.items()))
 
+    def _bring(self, unknown: UnknownFlow) -> Operation[None]:
+        """Installs a flow's policy where the namespace has one that a partition does not; else raises UnknownFlow."""
+        self._flows.clear()
+        found = yield from self.policies()
+        for flow in (unknown.flow, "default"):
+            if flow in found:
+                version, policy = found[flow]
+                yield from self._install(flow, version, policy)
+                return
+        raise unknown
+
     def _know_flows(self, wanted: set[str]) -> Operation[None]:
         """Refuses a flow without a policy before anything is sent."""
         new = wanted - self._flows
@@ -539,6 +556,10 @@ class Operations:
                 yield from self._measure()
             replies: list[Reply] = yield [self._accept(part, events) for part in parts]
             for part, reply in zip(parts, replies, strict=True):
+                if isinstance(reply, UnknownFlow):
+                    # Nothing was done. Where the namespace knows the flow, this partition was behind.
+                    yield from self._bring(reply)
+                    (reply,) = yield [self._accept(part, events)]
                 if isinstance(reply, UnknownFlow):
                     raise reply
                 if isinstance(reply, AccumulatorError):

@@ -59,14 +59,15 @@ def rq_client(url: str) -> redis.Redis:
 class Dispatcher(Role):
     """Takes manifests whose turn has come and enqueues a job for each, in RQ queues on the server `url`.
 
-    `options` gives what the configuration says of a flow; `queue` is the usual one. While each queue in use holds
-    `backlog` jobs that wait, nothing is taken, so that nothing is enqueued twice for waiting long; a queue that nobody
-    works on does not hold up the others.
+    `options` gives what the configuration says of a flow; `queue` is the usual one. Up to `backlog` jobs wait in a
+    queue, so that nothing is enqueued twice for waiting long. Where one queue is full and another is not, taking goes
+    on, since what is next in turn may belong to either: until one holds SPREAD times as many.
     """
 
     name = "dispatcher"
 
     BATCH: Final = 100
+    SPREAD: Final = 10
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class Dispatcher(Role):
         super().__init__(accumulator)
         self._client = rq_client(url)
         self._usual = queue
-        self._queues: dict[str, rq.Queue] = {}
+        self._queues = {queue: rq.Queue(queue, connection=self._client)}
         self._backlog = backlog
         self._options = options
         self._turns = Turns(accumulator, "rq", in_flight)
@@ -107,7 +108,8 @@ class Dispatcher(Role):
         self._client.close()
 
     def _room(self) -> int:
-        return self._backlog - min((queue.count for queue in self._queues.values()), default=0)
+        counts = [queue.count for queue in self._queues.values()]
+        return min(self._backlog - min(counts), self._backlog * self.SPREAD - max(counts))
 
     def _enqueue(self) -> None:
         jobs: dict[str, list[Any]] = {}

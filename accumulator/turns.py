@@ -75,8 +75,7 @@ class InFlight:
         self._totals[tenant] = self._totals.get(tenant, 0) + number
 
     def take(self, partition: int, sink: str, tenant: str, count: int, watch_ms: int) -> list[Taken]:
-        """Takes up to `count` manifests of a tenant in a partition; of one at its limit, only such as are in flight
-        already and were lost. Raises ServerError."""
+        """Takes up to `count` manifests of a tenant in a partition. Raises ServerError."""
         limit = self.limit(tenant)
         if limit is None:
             return self._take(partition, sink, tenant, count, watch_ms, _NO_LIMIT)
@@ -89,8 +88,12 @@ class InFlight:
             most = min(count, max(1, room // 2))
             here = self._counts[partition].get(tenant, 0)
             found = self._take(partition, sink, tenant, most, watch_ms, here + room)
-            self._add(partition, tenant, min(len(found), room))
+            self._add(partition, tenant, len(found))
             return found
+
+    def take_lost(self, partition: int, sink: str, tenant: str, count: int, watch_ms: int) -> list[Taken]:
+        """Takes only such as are in flight already, and whose watch said that they were lost. Raises ServerError."""
+        return self._take(partition, sink, tenant, count, watch_ms, -1)
 
     def _take(self, partition: int, sink: str, tenant: str, count: int, watch_ms: int, limit: int) -> list[Taken]:
         operations = self._accumulator.operations
@@ -227,6 +230,12 @@ class Turns:
         change, and is empty. Raises ServerError."""
         with self._news:
             mark = self._marks
+            lost = self._lost.pop() if self._lost else None
+        if lost is not None:
+            tenant, partition = lost
+            found = self._in_flight.take_lost(partition, self._sink, tenant, count, watch_ms)
+            if found:
+                return found
         choice = self._choose()
         if choice is None and self._waiting and self._in_flight.count(self.FULL):
             choice = self._choose()
@@ -237,13 +246,9 @@ class Turns:
                         self._news.wait(min(patience, self.FULL) if self._waiting else patience)
             return []
         tenant, partition, share, reads = choice
-        most = max(1, count // max(1, share))
+        most = max(1, count // share)
         found = self._in_flight.take(partition, self._sink, tenant, most, watch_ms)
-        if not share:
-            if found:
-                with self._news:
-                    self._lost.append((tenant, partition))
-        elif len(found) < most:
+        if len(found) < most:
             if self._in_flight.limit(tenant) is None:
                 with self._news:
                     # Unless what was read meanwhile knows better.
@@ -256,12 +261,8 @@ class Turns:
         return found
 
     def _choose(self) -> tuple[str, int, int, int | None] | None:
-        """Tenant and partition whose turn it is, among how many tenants (none: for those that were lost), and how often
-        the partition was read."""
+        """Tenant and partition whose turn it is, among how many tenants, and how often the partition was read."""
         with self._news:
-            if self._lost:
-                tenant, partition = self._lost.pop()
-                return tenant, partition, 0, None
             for tenant in self._waiting:
                 if self._in_flight.room(tenant) > 0:
                     break

@@ -5,7 +5,7 @@ call that is made twice stands in it twice. `happened` reads that file and is fi
 could still come after its attempt was given up (see `_call`).
 
 A trap is a file named after a step and `before` or `after` it. Whichever process comes there first takes it, and kills
-itself or the server with SIGKILL, as the trap says.
+itself or the server with SIGKILL, or stalls until its lease is over, as the trap says.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ WINDOWS: Final[dict[str, Any]] = {"inactivity": "150ms", "max_age": "2s", "max_e
 
 TIMEOUT: Final = 1000
 """ms that a handler may take; all of them take a few."""
+STALL: Final = 2.5
+"""s: longer than a lease."""
 IN_TIME: Final = 700
 """ms after the beginning of its attempt in which a handler may call the world outside."""
 
@@ -72,7 +74,7 @@ class World:
         self.traps = folder / "traps"
 
     def set_trap(self, place: str, victim: str, delay: float = 0.0) -> None:
-        """`victim` is ``process`` or ``server``; it dies `delay` s after the place was passed."""
+        """`victim` is ``process`` or ``server``, which dies `delay` s after the place was passed, or ``stall``."""
         draft = self.traps / "draft"
         draft.write_text(f"{victim} {delay}")
         draft.rename(self.traps / place)
@@ -110,6 +112,8 @@ def _pass(step: str, when: str) -> None:
         _append(world.kills, f"{step}-{when} {victim}")
         if victim == "process":
             os.kill(os.getpid(), signal.SIGKILL)
+        elif victim == "stall":
+            threading.Event().wait(STALL)
 
     if float(delay):
         threading.Timer(float(delay), kill).start()

@@ -42,7 +42,7 @@ SINGLE = {
 NAMED = {
     "bucket": "hash", "ids": "hash", "order": "hash", "manifests": "zset", "manifest": "hash", "policy": "hash",
     "events": "stream", "kept": "string", "effects": "hash", "stages": "hash", "checkpoint": "string",
-    "tenants": "list", "ready": "list",
+    "tenants": "list", "ready": "list", "stray": "stream",
 }  # fmt: skip
 WINDOW_ID = re.compile(r"[0-9a-z]{20,}")
 
@@ -214,6 +214,7 @@ class Partition:
         self.windows: dict[str, Window] = {}  # by bucket key or window id
         self.seen: dict[tuple[str, str], list[int]] = {}  # (bucket key, event id) → versions that took it
         self.digests: dict[tuple[str, str], set[str]] = {}
+        self.once: set[tuple[str, str, str]] = set()
 
     # --- reading
 
@@ -387,11 +388,14 @@ class Partition:
         return int(orjson.loads(kept.partition(b" ")[2])["size"]) if kept else 0
 
     def note(self, key: str, window: Window, version: int) -> Iterator[str]:
-        for event_id, _, digest, _ in window.taken:
+        for event_id, envelope, digest, _ in window.taken:
             self.seen.setdefault((key, event_id), []).append(version)
             digests = self.digests.setdefault((key, event_id), set())
-            if digest in digests:
-                yield f"bucket {key}: {event_id} was accepted twice with the same content, again in version {version}"
+            # What a handler set aside may be handed over again, by somebody's decision.
+            if not envelope.get("reconciled"):
+                if (key, event_id, digest) in self.once:
+                    yield f"bucket {key}: {event_id} was accepted twice with the same content, in version {version}"
+                self.once.add((key, event_id, digest))
             digests.add(digest)
 
     def indices(self) -> Iterator[str]:
@@ -492,14 +496,18 @@ class Partition:
         ready = self.ready(fields).count(window_id)
         timers = self.zsets.get("timers", {})
         timed, led = f"m:{window_id}" in timers, "leader" in fields
-        if not led and (
-            (state == "processing" and not timed) or (state in ("dispatched", "retrying") and not (timed or ready))
-        ):
+        waiting = window_id in self.hashes.get(f"bucket:{key}", {}).get("waits", "").split(" ")
+        moves_on = {
+            "processing": timed,
+            "dispatched": ready == 1 if "back" in fields else timed,
+            "retrying": timed or ready == 1 or waiting,
+        }
+        if not led and not moves_on.get(state, True):
             yield f"{where}: is {state}, and neither timed nor ready"
         if timed and (led or state not in ("dispatched", "processing", "retrying", "awaiting_approval")):
             yield f"{where}: is {state}, and has a timer"
         if state in SETTLED and (f"p:{window_id}" in timers) == (f"x:{window_id}" in timers):
-            yield f"{where}: is {state}, and its retention has {'both timers' if f'p:{window_id}' in timers else 'none'}"
+            yield f"{where}: is {state}, and has not one timer for its retention"
         if policy["sink"] == "none" and state not in SETTLED:
             yield f"{where}: is {state} with sink none"
         steps = int(fields.get("steps", 0))
@@ -599,7 +607,7 @@ class Partition:
             fields["bucket"].partition(":")[0]
             for window_id in self.named("manifest")
             if (fields := self.hashes[f"manifest:{window_id}"])["state"] in ("dispatched", "processing")
-            and "leader" not in fields
+            and not {"leader", "back"} & fields.keys()
         )
         counted = {tenant: int(number) for tenant, number in self.hashes.get("inflight", {}).items()}
         if counted != dict(flying):
