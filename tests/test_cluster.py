@@ -44,7 +44,7 @@ def cluster() -> Iterator[list[EmbeddedServer]]:
 
 
 def _run(node: redis.Redis, *command: object) -> Any:
-    return node.execute_command(*command)  # type: ignore[no-untyped-call]
+    return node.execute_command(*command)
 
 
 def _ready(client: redis.Redis) -> bool:
