@@ -50,7 +50,7 @@ def _run(node: redis.Redis, *command: object) -> Any:
 def _ready(client: redis.Redis) -> bool:
     info = _run(client, "CLUSTER", "INFO")
     text = info if isinstance(info, dict) else dict(line.split(":", 1) for line in info.decode().split() if ":" in line)
-    return text["cluster_state"] == "ok" and text["cluster_known_nodes"] == "3"
+    return (text["cluster_state"], text["cluster_known_nodes"]) == ("ok", "3")
 
 
 def _event(number: int, bucket: int, kind: str = "changed") -> Event:
