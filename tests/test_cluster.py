@@ -14,7 +14,7 @@ import pytest
 import redis
 import redis.asyncio
 
-from accumulator import keys
+from accumulator import handlers, keys
 from accumulator.client import Accumulator, AsyncAccumulator
 from accumulator.embedded import EmbeddedServer
 from accumulator.envelope import Event
@@ -65,7 +65,8 @@ def _event(number: int, bucket: int, kind: str = "changed") -> Event:
     )
 
 
-def test_b047_everything_on_a_cluster(cluster: list[EmbeddedServer]) -> None:
+def test_b047_everything_on_a_cluster(cluster: list[EmbeddedServer], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "_registry", {})
     now = 1_767_225_600_000
     client = redis.RedisCluster(host="127.0.0.1", port=cluster[0].port)
     try:
