@@ -136,10 +136,17 @@ class Context:
     may do anything: LeaseLost else.
     """
 
-    def __init__(self, accumulator: Accumulator, handler: Handler, manifests: tuple[Manifest, ...], token: str) -> None:
+    def __init__(
+        self,
+        accumulator: Accumulator,
+        handler: Handler,
+        manifests: tuple[Manifest, ...],
+        token: str,
+        seconds: float | None = None,
+    ) -> None:
         self._accumulator = accumulator
         self._token = token
-        self._until = monotonic() + handler.timeout / 1000
+        self._until = monotonic() + (handler.timeout / 1000 if seconds is None else seconds)
         self.left = ""
         self.handler = handler
         self.manifests = manifests
@@ -182,6 +189,12 @@ class Context:
 
     def _ask(self, name: str, *args: Any) -> Any:
         return self._perform(name, self.window_id, self._token, *args)
+
+    @property
+    def remaining(self) -> float:
+        """s until the handler is past its timeout. A call outside that may still arrive after that would come behind
+        the back of `verify`: give it no more time than this."""
+        return self._until - monotonic()
 
     @property
     def events(self) -> tuple[StoredEvent, ...]:

@@ -338,7 +338,7 @@ class Operations:
             yield from self.meet()
 
     def meet(self) -> Operation[bool]:
-        """The same, also where it was met before: it may have been wiped since. Whether it was made anew."""
+        """The same, also where it was met before: it may have been wiped since. Whether it was, and was made anew."""
         meta = keys.meta(self.namespace)
         mode = "live" if self._clock is None else "virtual"
         replies = yield [Call(("HGETALL", meta))]
@@ -376,18 +376,20 @@ class Operations:
             )
         for name in _CEILINGS:
             self._ceilings[name] = int(found.get(name.encode(), self._ceilings[name]))
+        anew = new and bool(self.prefixes)
         self.partitions = there
         self.prefixes = [keys.prefix(self.namespace, p) for p in range(there)]
-        return new
+        return anew
 
     def prefix_of(self, bucket_key: str) -> str:
         return self.prefixes[keys.partition_of(bucket_key, self.partitions)]
 
     def prefix_of_window(self, window_id: str) -> str:
         """A window id names its partition; one that no release made is refused."""
-        if str(window_id).isascii() and str(window_id).isalnum() and len(window_id) >= 20:
+        text = str(window_id)  # a caller without types may give anything
+        if text.isascii() and text.isalnum() and len(text) >= 20:
             try:
-                return self.prefixes[int(window_id[11:14], 16)]
+                return self.prefixes[int(text[11:14], 16)]
             except (ValueError, IndexError):
                 pass
         raise InvalidInput("window_id", "is none of this namespace")
@@ -399,6 +401,11 @@ class Operations:
         return Call.run(name, keys.timers(prefix), self._now(), *args)
 
     # --- ceilings ---
+
+    @property
+    def ceilings(self) -> dict[str, int]:
+        """`max_unsettled` and `max_reconcile` of the namespace, as they were when it was met."""
+        return dict(self._ceilings)
 
     def set_ceilings(self, max_unsettled: int, max_reconcile: int) -> Operation[None]:
         """How many unsettled manifests and reconciliation items the namespace may hold; kept in it, for all clients

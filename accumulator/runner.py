@@ -128,8 +128,11 @@ class Attempt:
         return (*sorted((m for m in others if m is not None), key=lambda m: m.window_version), manifest)
 
     def _handle(self, handler: Handler) -> str | None:
-        seconds = handler.timeout / 1000
-        ctx = Context(self.accumulator, handler, self._group, self.token)
+        # An answer to `begin` that came late has used some of the lease up: the handler must not outlive it.
+        seconds = min(handler.timeout / 1000, self._lease_until - monotonic() - LEASE_MARGIN / 2000)
+        if seconds <= 0:
+            return self._settle(Ending("returned", "BeganLate", 1_000))
+        ctx = Context(self.accumulator, handler, self._group, self.token, seconds)
         self.deadline = monotonic() + seconds
         try:
             odd = next((m.anomaly for m in self._group if m.anomaly), None)
