@@ -21,6 +21,7 @@ from accumulator.errors import (
     InternalError,
     InvalidInput,
     NamespaceMismatch,
+    ServerError,
     UnknownFlow,
 )
 from accumulator.health import Health, beat, end, read_health, read_setup
@@ -559,14 +560,21 @@ class Operations:
         errors: list[AccumulatorError] = []
         yield from self._measure()
         for turn, parts in enumerate(self._careful(rounds)):
-            if turn:
-                yield from self._measure()
-            replies: list[Reply] = yield [self._accept(part, events) for part in parts]
+            replies: list[Reply]
+            try:
+                if turn:
+                    yield from self._measure()
+                replies = yield [self._accept(part, events) for part in parts]
+            except ServerError as problem:  # these were not sent; what was answered before stands
+                replies = [problem] * len(parts)
             for part, reply in zip(parts, replies, strict=True):
                 if isinstance(reply, UnknownFlow):
                     # Nothing was done. Where the namespace knows the flow, this partition was behind.
-                    yield from self._bring(reply)
-                    (reply,) = yield [self._accept(part, events)]
+                    try:
+                        yield from self._bring(reply)
+                        (reply,) = yield [self._accept(part, events)]
+                    except ServerError as problem:
+                        reply = problem
                 if isinstance(reply, UnknownFlow):
                     raise reply
                 if isinstance(reply, AccumulatorError):
@@ -893,8 +901,20 @@ class Operations:
         default = given.pop(None, "")
         pairs = [part for tenant, limit in given.items() for part in (tenant, limit)]
         replies = yield [self._script("take", self.prefixes[partition], sink, count, watch_ms, default, *pairs)]
-        flat = answer(replies[0])
-        return [Taken(flat[i].decode(), int(flat[i + 1]), flat[i + 2].decode()) for i in range(0, len(flat), 3)]
+        return _read_taken(replies[0])
+
+    def take_of(
+        self, partition: int, sink: str, tenant: str, count: int, watch_ms: int, limit: int
+    ) -> Operation[tuple[list[Taken], int]]:
+        """The same of one tenant, of which up to `limit` may be in flight in this partition; and how many it has left
+        there. A negative limit: only such as are in flight already, and were lost."""
+        yield from self.connect()
+        prefix = self.prefixes[partition]
+        replies = yield [
+            self._script("take", prefix, sink, count, watch_ms, 0, tenant, limit),
+            Call(("LLEN", keys.ready(prefix, sink, tenant))),
+        ]
+        return _read_taken(replies[0]), int(answer(replies[1]))
 
     def tenants(self, sink: str, partitions: Sequence[int]) -> Operation[list[list[str]]]:
         """The tenants (at most 1000) that have manifests of a sink ready, for each of these partitions."""
@@ -1235,6 +1255,11 @@ def read_effects(reply: Reply) -> list[Effect]:
         state, attempt, at, _, result = value.decode().split(" ", 4)
         found.append(Effect(name.decode(), state, int(attempt), int(at), result))
     return sorted(found)
+
+
+def _read_taken(reply: Reply) -> list[Taken]:
+    flat = answer(reply)
+    return [Taken(flat[i].decode(), int(flat[i + 1]), flat[i + 2].decode()) for i in range(0, len(flat), 3)]
 
 
 def _read_tick(reply: Reply) -> Tick:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -651,6 +652,28 @@ def test_a_part_without_an_answer_is_unknown_and_may_be_sent_again(
         assert accumulator.push(event("e99", "t:f:99")).outcome in (Outcome.CONFLICT, Outcome.DUPLICATE)
     counters = live.counters()
     assert counters["accepted"] == 43
+
+
+def test_what_was_answered_stands_when_the_ceilings_can_not_be_measured(
+    live: Accumulator, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live.load_policy("f", {"inactivity": "1h"})
+    live.store.perform(live.operations.set_ceilings(20, 20))
+    monkeypatch.setattr(operations, "ROUND_EVENTS", 10)
+    with (
+        Proxy(server.port) as proxy,
+        Accumulator(proxy.url, namespace=live.operations.namespace, retry=ONCE) as accumulator,
+    ):
+        accumulator.push(event("warm", "t:f:warm"))
+        measured = itertools.count()
+        proxy.on_request = lambda data: Do.CUT_BEFORE if b"ZCARD" in data and next(measured) == 2 else Do.PASS
+        receipts = accumulator.push_many([event(f"e{n}", f"t:f:{n}") for n in range(40)])
+    outcomes = Counter(receipt.outcome for receipt in receipts)
+    assert outcomes.keys() == {Outcome.ACCEPTED, Outcome.UNKNOWN}
+    assert live.counters()["accepted"] == 1 + outcomes[Outcome.ACCEPTED]
+    assert {receipt.bucket_key for receipt in receipts if receipt.outcome is Outcome.ACCEPTED} == {
+        key for key, _ in live.open_buckets()
+    } - {"t:f:warm"}
 
 
 @pytest.mark.parametrize("late", [2, 9])
