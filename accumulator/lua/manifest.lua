@@ -13,9 +13,9 @@ local IN_FLIGHT = { dispatched = true, processing = true }
 local function load_manifest(window_id)
   local m = { id = window_id, name = prefix .. 'manifest:' .. window_id }
   m.bucket, m.state, m.attempt, m.failures, m.token, m.lease, m.dispatches, m.steps, m.policy, m.version, m.joined, m.most,
-    m.leader =
+    m.leader, m.ladder =
     unpack(call('HMGET', m.name, 'bucket', 'state', 'attempt', 'failures', 'token', 'lease', 'dispatches', 'steps',
-      'policy', 'version', 'joined', 'most', 'leader'))
+      'policy', 'version', 'joined', 'most', 'leader', 'ladder'))
   for _, field in ipairs({ 'attempt', 'failures', 'lease', 'dispatches', 'steps', 'version', 'most' }) do
     m[field] = tonumber(m[field] or 0)
   end
@@ -65,6 +65,21 @@ end
 
 -- The bucket's turn passes to its next manifest that waits.
 local function release(m)
+  if m.ladder then
+    -- Steps of one ladder keep their order among themselves.
+    local ladder = prefix .. 'ladder:' .. m.ladder
+    if call('HGET', ladder, 'turn') ~= m.id then
+      return
+    end
+    local following = m.ladder .. 's' .. (m.version + 1)
+    if call('HGET', prefix .. 'manifest:' .. following, 'state') == 'closed' then
+      put('HSET', ladder, 'turn', following)
+      make_ready(following, m.bucket, m.rules)
+    else
+      put('HDEL', ladder, 'turn')
+    end
+    return
+  end
   if call('HGET', prefix .. 'bucket:' .. m.bucket, 'turn') ~= m.id then
     return
   end

@@ -52,6 +52,7 @@ local function purge_bucket(key)
   local b = load_bucket(key)
   local f = b.fields
   if not next(f) then
+    put('UNLINK', prefix .. 'noticed:' .. key)
     put('ZREM', KEYS[1], 'r:' .. key)
     commit()
     return true
@@ -71,11 +72,11 @@ local function purge_bucket(key)
   elseif b.older then
     again = now + HOUR
   end
-  local held = call('ZCARD', prefix .. 'manifests:' .. key) > 0
+  local held = call('ZCARD', prefix .. 'manifests:' .. key) > 0 or call('EXISTS', prefix .. 'ladders:' .. key) == 1
   if not b.window and not held and not b.queued and not b.older then
     if now >= (b.remembered or 0) then
       put('UNLINK', prefix .. 'bucket:' .. key, prefix .. 'ids:' .. key, prefix .. 'order:' .. key,
-        prefix .. 'checkpoint:' .. key)
+        prefix .. 'checkpoint:' .. key, prefix .. 'noticed:' .. key)
       put('ZREM', KEYS[1], 'r:' .. key)
       commit()
       return true

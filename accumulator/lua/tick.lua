@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- tick: what is due in a partition, a bounded number at a time.
 --
--- parts: clock, window, manifest, retention
+-- parts: clock, window, manifest, ladder, retention
 -- KEYS[1] -> <ns>:{<p>}:timers
 -- derived -> as accept, and orphans
 -- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere
@@ -56,6 +56,10 @@ local function handle(member)
     found = purge_payloads(key)
   elseif kind == 'x:' then
     found = purge_manifest(key)
+  elseif kind == 'l:' then
+    found = ladder_timer(key)
+  elseif kind == 'y:' then
+    found = purge_ladder(key)
   else
     found = kind == 'r:' and purge_bucket(key)
   end
