@@ -16,7 +16,7 @@
 -- ARGV[9] -> send | skip: steps whose instant has passed
 -- ARGV[10] -> '1': an event that came before does not count
 -- ARGV[11] -> '1': it escalates after the last step
--- ARGV[12] -> instant after the final wait, ms
+-- ARGV[12] -> instant after the final wait, ms; 0: now
 -- ARGV[13] -> number of kinds that cancel it, then these, then its steps in order: '<instant> <stale_after ms|-> <name>'
 -- reply   -> {ladder_id, 'started'|'there', state, '1' where anchor or arguments of the one there differ}
 -- errors  -> NOPOLICY <flow>
@@ -37,7 +37,7 @@ end
 
 local kinds = tonumber(ARGV[13])
 local l = {
-  id = window_id(now), bucket = key, next = 1, ends = tonumber(ARGV[12]), emitted = 0, steps = 0, rules = rules,
+  id = window_id(now), bucket = key, next = 1, ends = ARGV[12] == '0' and now or tonumber(ARGV[12]), emitted = 0, steps = 0, rules = rules,
   fields = { name = name, start_id = start_id, past = ARGV[9], escalates = ARGV[11] },
 }
 l.key = prefix .. 'ladder:' .. l.id
