@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- begin: grants an attempt of a manifest, once. From here its lease runs.
+-- begin: grants an attempt of a manifest, once. From here its lease runs. A step whose ladder was called off is refused.
 --
 -- parts: clock, window, manifest
 -- KEYS[1] -> <ns>:{<p>}:timers
@@ -16,7 +16,10 @@
 
 local m = load_manifest(ARGV[2])
 local granted = false
-if m.state == 'dispatched' and m.attempt == tonumber(ARGV[3]) and not m.leader then
+if m.ladder and m.state == 'dispatched' and m.event ~= 'cancelled'
+  and call('HEXISTS', prefix .. 'ladder:' .. m.ladder, 'off') == 1 then
+  leave(m, 'discarded', 'cancelled') -- what everybody waited for has come
+elseif m.state == 'dispatched' and m.attempt == tonumber(ARGV[3]) and not m.leader then
   granted = true
   m.most = tonumber(ARGV[6])
   move(m, 'processing', 'begun', 'token', ARGV[4], 'lease', now + ARGV[5], 'most', m.most)

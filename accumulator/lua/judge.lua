@@ -439,7 +439,7 @@ local function judge_group(key, flow, n, first)
     events[i] = parse_event(first + 4 * i - 4)
     wanted[i] = events[i].id
   end
-  b.known, b.cancelled = lookup_ids(b, wanted), {}
+  b.known, b.called_off = lookup_ids(b, wanted), {}
   expire(b)
   local answers = { '*' }
   for i = 1, n do

@@ -1,4 +1,5 @@
--- part manifest: the life of a manifest after its window closed. Fields of the hash manifest:<window_id> that change:
+-- part manifest: the life of a manifest after its window closed; what a ladder emits has the same one, and its id an s
+-- (<ladder_id>s<number>). Fields of the hash manifest:<window_id> that change:
 --   state, since (instant of the state), attempt (from 1), failures, most (attempts the handler allows), token (fences
 --   the attempt that is processing), lease (its end), dispatches (hand-outs of this attempt), approved (by whom),
 --   joined (manifests handed over with this one), leader (the one it was handed over with), error;
@@ -13,9 +14,9 @@ local IN_FLIGHT = { dispatched = true, processing = true }
 local function load_manifest(window_id)
   local m = { id = window_id, name = prefix .. 'manifest:' .. window_id }
   m.bucket, m.state, m.attempt, m.failures, m.token, m.lease, m.dispatches, m.steps, m.policy, m.version, m.joined, m.most,
-    m.leader, m.ladder =
+    m.leader, m.ladder, m.event =
     unpack(call('HMGET', m.name, 'bucket', 'state', 'attempt', 'failures', 'token', 'lease', 'dispatches', 'steps',
-      'policy', 'version', 'joined', 'most', 'leader', 'ladder'))
+      'policy', 'version', 'joined', 'most', 'leader', 'ladder', 'event'))
   for _, field in ipairs({ 'attempt', 'failures', 'lease', 'dispatches', 'steps', 'version', 'most' }) do
     m[field] = tonumber(m[field] or 0)
   end
@@ -26,10 +27,13 @@ local function load_manifest(window_id)
   return m
 end
 
+local flights = {} -- tenant -> in flight, as this script leaves it
 local function move(m, state, cause, ...)
   local before = m.state
   if (IN_FLIGHT[before] or false) ~= (IN_FLIGHT[state] or false) and not m.leader then
-    local flying = tonumber(call('HGET', prefix .. 'inflight', m.tenant) or 0) + (IN_FLIGHT[state] and 1 or -1)
+    local flying = (flights[m.tenant] or tonumber(call('HGET', prefix .. 'inflight', m.tenant) or 0))
+      + (IN_FLIGHT[state] and 1 or -1)
+    flights[m.tenant] = math.max(flying, 0)
     if flying > 0 then
       put('HSET', prefix .. 'inflight', m.tenant, flying)
     else
@@ -71,13 +75,15 @@ local function release(m)
     if call('HGET', ladder, 'turn') ~= m.id then
       return
     end
-    local following = m.ladder .. 's' .. (m.version + 1)
-    if call('HGET', prefix .. 'manifest:' .. following, 'state') == 'closed' then
-      put('HSET', ladder, 'turn', following)
-      make_ready(following, m.bucket, m.rules)
-    else
-      put('HDEL', ladder, 'turn')
+    for number = m.version + 1, tonumber(call('HGET', ladder, 'emitted')) do
+      local following = m.ladder .. 's' .. number
+      if call('HGET', prefix .. 'manifest:' .. following, 'state') == 'closed' then
+        put('HSET', ladder, 'turn', following)
+        make_ready(following, m.bucket, m.rules)
+        return
+      end
     end
+    put('HDEL', ladder, 'turn')
     return
   end
   if call('HGET', prefix .. 'bucket:' .. m.bucket, 'turn') ~= m.id then

@@ -16,7 +16,9 @@ local function purge_payloads(window_id)
   else
     put('UNLINK', prefix .. 'events:' .. window_id, prefix .. 'kept:' .. window_id, prefix .. 'stages:' .. window_id)
     put('ZREM', KEYS[1], 'p:' .. window_id)
-    put('ZADD', KEYS[1], now + math.max(m.rules.metadata_ttl - m.rules.payload_ttl, 0), 'x:' .. window_id)
+    if not m.ladder then -- what a ladder emitted goes with it
+      put('ZADD', KEYS[1], now + math.max(m.rules.metadata_ttl - m.rules.payload_ttl, 0), 'x:' .. window_id)
+    end
   end
   commit()
   return true
