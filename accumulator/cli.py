@@ -12,11 +12,9 @@ import json
 import shlex
 import sys
 import traceback
-from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Final, cast
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -24,14 +22,12 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
 import accumulator
-from accumulator import keys, simulate
+from accumulator import cli_operate, keys, simulate
 from accumulator.client import Accumulator
-from accumulator.envelope import check_bucket_key, check_event_id
 from accumulator.errors import (
     AccumulatorError,
     InternalError,
@@ -40,20 +36,43 @@ from accumulator.errors import (
     InvalidSettings,
     ServerError,
 )
+from accumulator.export import event_object, manifest_object
 from accumulator.feed import BadLine, Fed, Source, feed
-from accumulator.manifest import Manifest, StoredEvent
+from accumulator.manifest import StoredEvent
 from accumulator.operations import Bucket, ClosedWindow, Flushed
 from accumulator.policy import Policy, format_duration, parse_duration
 from accumulator.settings import Config, Settings, find_config, load_yaml
+from accumulator.terminal import (
+    FAILED,
+    INTERRUPTED,
+    SERVER,
+    WRONG,
+    ConfigOption,
+    FlowOption,
+    JsonOption,
+    KeyArgument,
+    TenantOption,
+    complain,
+    connected,
+    count_of,
+    due_text,
+    id_list,
+    instant,
+    matches,
+    plain,
+    rough,
+    say,
+    say_facts,
+    say_json,
+    say_table,
+    span,
+    tell,
+    typed_event_id,
+    typed_key,
+)
 
 _COUNTS: Final = frozenset({"max_events", "max_bytes", "max_weight", "max_event_bytes", "busy_streak_alert"})
 
-FAILED: Final = 1
-WRONG: Final = 2
-SERVER: Final = 3
-INTERRUPTED: Final = 130
-
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _CODES: Final = (
     "Exit codes: 0 it went well; 1 what was asked does not hold; 2 wrong usage or input; 3 the server can't be asked. "
     "The server comes from ACCUMULATOR_REDIS_URL, the configuration from ACCUMULATOR_CONFIG, else from "
@@ -68,16 +87,16 @@ class _Program(TyperGroup):
         try:
             return super().invoke(ctx)
         except (ServerError, InternalError) as problem:
-            _complain(problem)
+            complain(problem)
             raise typer.Exit(SERVER) from None
         except AccumulatorError as problem:
-            _complain(problem)
+            complain(problem)
             raise typer.Exit(WRONG) from None
         except OSError as problem:
             if problem.errno == errno.EPIPE or problem.strerror is None:
                 raise
             name = f"{problem.filename}: " if problem.filename is not None else ""
-            _complain(f"{name}{problem.strerror}")
+            complain(f"{name}{problem.strerror}")
             raise typer.Exit(WRONG) from None
 
 
@@ -92,9 +111,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 policy_app = typer.Typer(no_args_is_help=True, help="The rules of each flow: check, load, show.")
-reconcile_app = typer.Typer(no_args_is_help=True, help="What waits for a person to decide.")
 app.add_typer(policy_app, name="policy")
-app.add_typer(reconcile_app, name="reconcile")
+app.add_typer(cli_operate.app)
 
 
 def main() -> None:
@@ -105,148 +123,20 @@ def main() -> None:
     try:
         app(prog_name="accumulator")
     except UnicodeEncodeError:
-        _complain("what was given is not valid UTF-8")
+        complain("what was given is not valid UTF-8")
         sys.exit(WRONG)
     except Exception as problem:
         # No text of it: nobody knows what it repeats.
         where = traceback.extract_tb(problem.__traceback__)[-1]
-        _complain(
+        complain(
             f"a fault of ours, please report it: {type(problem).__name__} at {Path(where.filename).name}:{where.lineno}"
         )
         sys.exit(SERVER)
 
 
-# --- what people see --------------------------------------------------------------------------------------------------
-
-
-def _plain(value: object) -> str:
-    """Text of others on one line: what a terminal would obey, or not show, is written as an escape."""
-    text = str(value)
-    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-def _say(text: str = "") -> None:
-    typer.echo(text)
-
-
-def _tell(text: str) -> None:
-    """Beside the answer: on standard error."""
-    typer.echo(text, err=True)
-
-
-def _complain(problem: AccumulatorError | str) -> None:
-    text = str(problem)
-    if isinstance(problem, InvalidInput) and not problem.field:
-        text = problem.rule
-    _tell(f"accumulator: {_plain(text)}")
-
-
-def _json(value: object) -> None:
-    utf8 = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") == "utf8"
-    _say(json.dumps(value, ensure_ascii=not utf8))
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequence[str] = ()) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for name in columns:
-        table.add_column(Text(name), justify="right" if name in numbers else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(_plain(cell)) for cell in row))
-    console = Console(highlight=False)
-    # Into a pipe every row is one line, however long its key.
-    console.print(table) if console.is_terminal else Console(highlight=False, width=4000).print(table)
-
-
-def _facts(facts: Mapping[str, object]) -> None:
-    width = max(map(len, facts))
-    for name, value in facts.items():
-        _say(f"{name:<{width}}  {_plain(value)}")
-
-
-def _at(ms: int) -> str:
-    """An instant as people read it, in UTC."""
-    return (_EPOCH + timedelta(milliseconds=ms)).isoformat(sep=" ", timespec="milliseconds").removesuffix(
-        "+00:00"
-    ) + "Z"
-
-
-def _span(ms: int) -> str:
-    """A length of time, exact: 250ms, 13s, 1.5s, 2h3m."""
-    if abs(ms) < 1000 and ms:
-        return f"{ms}ms"
-    sign, left = ("-", -ms) if ms < 0 else ("", ms)
-    parts = []
-    for unit, size in (("d", 86_400_000), ("h", 3_600_000), ("m", 60_000)):
-        if left >= size:
-            parts.append(f"{left // size}{unit}")
-            left %= size
-    if left or not parts:
-        parts.append(f"{left / 1000:g}s")
-    return sign + "".join(parts)
-
-
-def _rough(ms: int) -> str:
-    """A length of time at a glance: 1.2s, 3m12s, 2h5m, 4d3h."""
-    if ms >= 60_000:
-        unit = 1000 if ms < 3_600_000 else 60_000 if ms < 86_400_000 else 3_600_000
-        return _span(ms // unit * unit)
-    return f"{ms / 1000:.1f}s"
-
-
-def _due(due_at: int, reason: str, now: int) -> str:
-    when = f"in {_rough(due_at - now)}" if due_at > now else f"{_rough(now - due_at)} ago"
-    return f"{_at(due_at)} ({when}): {reason}"
-
-
-def _ids(ids: Sequence[str], most: int = 8) -> str:
-    more = f", and {len(ids) - most} more" if len(ids) > most else ""
-    return ", ".join(ids[:most]) + more or "none"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-# --- what is asked of, and where --------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _connected(config: Path | None = None) -> Iterator[tuple[Accumulator, Config | None]]:
-    settings = Settings()
-    found = find_config(settings, config)
-    with Accumulator.from_settings(settings.with_config(found) if found else settings) as client:
-        yield client, found
-
-
-def _key(value: str) -> str:
-    """A bucket key as it was typed; refused before any server is asked."""
-    try:
-        return check_bucket_key(value)
-    except InvalidInput as problem:
-        raise typer.BadParameter(problem.rule) from None
-
-
-def _event_id(value: str) -> str:
-    try:
-        return check_event_id(value)
-    except InvalidInput as problem:
-        raise typer.BadParameter(problem.rule) from None
-
-
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object a line instead of a table.")]
-ConfigOption = Annotated[
-    Path | None, typer.Option("--config", metavar="FILE", help="The configuration file.", show_default=False)
-]
-KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="A bucket key: tenant:flow:object.", parser=_key)]
-TenantOption = Annotated[
-    str | None, typer.Option(help="Only this tenant, as it stands in the key.", show_default=False)
-]
-FlowOption = Annotated[str | None, typer.Option(help="Only this flow, as it stands in the key.", show_default=False)]
-
-
 def _version(wanted: bool) -> None:
     if wanted:
-        _say(f"accumulator {accumulator.__version__}")
+        say(f"accumulator {accumulator.__version__}")
         raise typer.Exit
 
 
@@ -276,7 +166,7 @@ def push(
     A line that is no event is told by number and field and stops nothing, but with --strict. Pushing the same file
     again is safe: what was taken before is a duplicate. Exit code 1 where a line was bad, or an event got no answer.
     """
-    with _connected(config) as (client, found), _source(file) as source:
+    with connected(config) as (client, found), _source(file) as source:
         if found is not None:
             _install(client, found)
         fed = Fed()
@@ -284,17 +174,17 @@ def push(
             with _progress(source) as (on_bad, on_batch):
                 feed(client, source, fed, strict=strict, on_bad=on_bad, on_batch=on_batch)
         except KeyboardInterrupt:
-            _tell(f"interrupted, with answers for {fed.events:,} events; pushing the file again is safe")
+            tell(f"interrupted, with answers for {fed.events:,} events; pushing the file again is safe")
             raise typer.Exit(INTERRUPTED) from None
     if as_json:
-        _json(_fed_json(file, fed))
+        say_json(_fed_json(file, fed))
     else:
         _fed_table(fed)
     if fed.stopped_at is not None:
-        _tell(f"stopped at line {fed.stopped_at}: nothing from there on was sent; before it {fed.events:,} events were")
+        tell(f"stopped at line {fed.stopped_at}: nothing from there on was sent; before it {fed.events:,} events were")
     if fed.failure is not None:
         answered = fed.events - fed.outcomes["unknown"]
-        _tell(f"ended early, with answers for {answered:,} events; pushing the file again is safe")
+        tell(f"ended early, with answers for {answered:,} events; pushing the file again is safe")
         raise fed.failure
     if fed.bad or fed.outcomes["unknown"]:
         raise typer.Exit(FAILED)
@@ -310,14 +200,14 @@ def _source(file: str) -> Source:
 def _progress(source: Source) -> Iterator[tuple[Callable[[BadLine], None], Callable[[Fed], None]]]:
     """A bar on a terminal; bad lines go above it."""
     if not sys.stderr.isatty():
-        yield (lambda bad: _tell(_plain(bad))), (lambda fed: None)
+        yield (lambda bad: tell(plain(bad))), (lambda fed: None)
         return
     console = Console(stderr=True, highlight=False)
     columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[events]:,} events"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("push", total=source.size, events=0)
         yield (
-            lambda bad: console.print(Text(_plain(bad))),
+            lambda bad: console.print(Text(plain(bad))),
             lambda fed: progress.update(task, completed=source.position, events=fed.events),
         )
 
@@ -354,9 +244,9 @@ def _fed_table(fed: Fed) -> None:
     rows.append(("windows opened", fed.opened))
     rows.append(("windows closed", fed.closed.total()))
     rows += [(f"  {reason}", n) for reason, n in sorted(fed.closed.items())]
-    _table(("outcome", "events"), [(name, f"{n:,}") for name, n in rows], numbers=("events",))
+    say_table(("outcome", "events"), [(name, f"{n:,}") for name, n in rows], numbers=("events",))
     rate = f", {fed.events / fed.seconds:,.0f} a second" if fed.seconds > 0.01 and fed.events else ""
-    _say(f"{fed.events:,} events of {fed.lines:,} lines in {fed.seconds:.1f} s{rate}")
+    say(f"{fed.events:,} events of {fed.lines:,} lines in {fed.seconds:.1f} s{rate}")
 
 
 # --- simulate ---------------------------------------------------------------------------------------------------------
@@ -384,24 +274,24 @@ def simulate_(
                 raise
             except AccumulatorError as problem:
                 failed += 1
-                _tell(f"{_plain(file.name)}: {_plain(problem)}")
+                tell(f"{plain(file.name)}: {plain(problem)}")
                 continue
             except Exception as problem:  # whatever one file does to us, the others are run
                 failed += 1
-                _tell(f"{_plain(file.name)}: can't be run: {type(problem).__name__}")
+                tell(f"{plain(file.name)}: can't be run: {type(problem).__name__}")
                 continue
             differences = simulate.differences(answer, scenario.get("expect") or {})
             failed += bool(differences)
             if as_json:
-                _json({"file": file.name, **answer} if named else answer)
+                say_json({"file": file.name, **answer} if named else answer)
             else:
                 _account(file.name, scenario, answer)
                 if scenario.get("expect") is not None and not differences:
-                    _say("  as expected")
+                    say("  as expected")
             for difference in differences:
-                (_tell if as_json else _say)(f"{_plain(file.name)}: {_plain(difference)}")
+                (tell if as_json else say)(f"{plain(file.name)}: {plain(difference)}")
     if named and not as_json:
-        _say(f"{_counted(len(files), 'scenario')}, {failed or 'none'} failed")
+        say(f"{count_of(len(files), 'scenario')}, {failed or 'none'} failed")
     if failed:
         raise typer.Exit(FAILED)
 
@@ -419,7 +309,7 @@ def _scenario_files(path: Path) -> list[Path]:
 
 def _account(name: str, scenario: simulate.Scenario, answer: simulate.Answer) -> None:
     """What happened, in order: steps as written, and windows as they closed."""
-    _say(_plain(scenario.get("name", name)) + (f" - {_plain(scenario['about'])}" if scenario.get("about") else ""))
+    say(plain(scenario.get("name", name)) + (f" - {plain(scenario['about'])}" if scenario.get("about") else ""))
     happened: list[tuple[int, int, str]] = []
     outcomes = iter(answer["outcomes"])
     for step in scenario.get("steps") or ():
@@ -428,18 +318,18 @@ def _account(name: str, scenario: simulate.Scenario, answer: simulate.Answer) ->
     for m in answer["manifests"]:
         line = f"closed {m['bucket_key']} window {m['window_version']}: {m['close_reason']}"
         if m["sealed_at"] != m["closed_at"]:
-            line += f", sealed {_span(m['sealed_at'] - m['closed_at'])} later"
+            line += f", sealed {span(m['sealed_at'] - m['closed_at'])} later"
         if m["relation"] not in ("first", "after_close"):
             line += f", {m['relation']}"
-        happened.append((m["closed_at"], 1, f"{line}; {_ids(m['event_ids'])}"))
+        happened.append((m["closed_at"], 1, f"{line}; {id_list(m['event_ids'])}"))
     for at, _, line in sorted(happened, key=lambda each: each[:2]):
-        _say(f"  {_span(at):>8}  {_plain(line)}")
+        say(f"  {span(at):>8}  {plain(line)}")
     for o in answer["open"]:
         window = f"{o['bucket_key']} window {o['window_version']}"
-        _say(f"      open  {_plain(window)}, due at {_span(o['due_at'])}; {_plain(_ids(o['event_ids']))}")
+        say(f"      open  {plain(window)}, due at {span(o['due_at'])}; {plain(id_list(o['event_ids']))}")
     for r in answer["reconciliation"]:
-        _say(f"   waiting  {_plain(r['bucket_key'])} {_plain(r['event_id'])}: {r['code']}")
-    _say("  " + ", ".join(f"{what} {count}" for what, count in answer["counters"].items()))
+        say(f"   waiting  {plain(r['bucket_key'])} {plain(r['event_id'])}: {r['code']}")
+    say("  " + ", ".join(f"{what} {count}" for what, count in answer["counters"].items()))
 
 
 def _step_account(step: Mapping[str, Any], outcomes: Iterator[Mapping[str, Any]]) -> Iterator[str]:
@@ -474,10 +364,10 @@ def _install(client: Accumulator, config: Config) -> None:
     for flow, policy in config.policies.items():
         loaded = client.load_policy(flow, policy, only_new=True)
         if loaded.outcome == "new":
-            _tell(f"policy {_plain(flow)}: installed as version {loaded.version}")
+            tell(f"policy {plain(flow)}: installed as version {loaded.version}")
         elif loaded.differs:
-            _tell(
-                f"warning: policy {_plain(flow)}: version {loaded.version} rules, and the configuration differs: "
+            tell(
+                f"warning: policy {plain(flow)}: version {loaded.version} rules, and the configuration differs: "
                 "`accumulator policy load` would make it the next version"
             )
 
@@ -505,9 +395,9 @@ def policy_check(
         raise _check_failed([problem], as_json) from None
     for flow, policy in config.policies.items():
         if as_json:
-            _json({"flow": flow, "ok": True, "policy": json.loads(policy.canonical_json())})
+            say_json({"flow": flow, "ok": True, "policy": json.loads(policy.canonical_json())})
         else:
-            _say(f"policy {_plain(flow)}: good ({_options_text(policy)})")
+            say(f"policy {plain(flow)}: good ({_options_text(policy)})")
 
 
 def _pairs(value: object) -> Iterable[tuple[Any, Any]]:
@@ -526,9 +416,9 @@ def _check_failed(wrong: Sequence[InvalidInput], as_json: bool) -> typer.Exit:
     for problem in wrong:
         if as_json:
             flow = problem.flow if isinstance(problem, InvalidPolicy) else None
-            _json({"flow": flow, "ok": False, "option": problem.field, "reason": problem.rule})
+            say_json({"flow": flow, "ok": False, "option": problem.field, "reason": problem.rule})
         else:
-            _complain(problem)
+            complain(problem)
     return typer.Exit(FAILED)
 
 
@@ -544,7 +434,7 @@ def policy_load(
 
     Equal content is no new version.
     """
-    with _connected(config) as (client, found):
+    with connected(config) as (client, found):
         if found is None:
             raise InvalidSettings("config", "is not there: give --config FILE or set ACCUMULATOR_CONFIG")
         wanted = flows or list(found.policies)
@@ -554,9 +444,9 @@ def policy_load(
         loaded = [client.load_policy(flow, found.policies[flow]) for flow in wanted]
     if as_json:
         for one in loaded:
-            _json(one._asdict())
+            say_json(one._asdict())
     else:
-        _table(("flow", "version", "outcome"), loaded, numbers=("version",))
+        say_table(("flow", "version", "outcome"), loaded, numbers=("version",))
 
 
 @policy_app.command("show")
@@ -567,23 +457,23 @@ def policy_show(
     as_json: JsonOption = False,
 ) -> None:
     """Show the policies that rule on the server, each flow's latest: the options that are not the default."""
-    with _connected() as (client, _):
+    with connected() as (client, _):
         there = client.policies()
     missing = [flow for flow in flows or () if flow not in there]
     shown = {flow: there[flow] for flow in flows or there if flow in there}
     if as_json:
         for flow, (version, policy) in shown.items():
-            _json({"flow": flow, "version": version, "policy": json.loads(policy.canonical_json())})
+            say_json({"flow": flow, "version": version, "policy": json.loads(policy.canonical_json())})
     elif shown:
-        _table(
+        say_table(
             ("flow", "version", "options"),
             [(flow, version, _options_text(policy)) for flow, (version, policy) in shown.items()],
             numbers=("version",),
         )
     elif not flows:
-        _say("no policy is loaded; `accumulator policy load` does that")
+        say("no policy is loaded; `accumulator policy load` does that")
     for flow in missing:
-        _complain(f"flow {flow}: there is no policy for it")
+        complain(f"flow {flow}: there is no policy for it")
     if missing:
         raise typer.Exit(FAILED)
 
@@ -613,29 +503,24 @@ def buckets(
     as_json: JsonOption = False,
 ) -> None:
     """List the open buckets, the oldest first: age, events, when each closes and why."""
-    with _connected() as (client, _):
-        there = [key for key, _ in client.open_buckets() if _matches(key, tenant, flow)]
+    with connected() as (client, _):
+        there = [key for key, _ in client.open_buckets() if matches(key, tenant, flow)]
         found = [bucket for key in there[:limit] if (bucket := client.bucket(key)).open is not None]
     rows = []
     for bucket in found:
         window = bucket.open
         assert window is not None
         if as_json:
-            _json(_bucket_json(bucket))
+            say_json(_bucket_json(bucket))
         else:
-            age, due = _rough(bucket.now - window.opened_at), _due(window.due_at, window.due_reason, bucket.now)
+            age, due = rough(bucket.now - window.opened_at), due_text(window.due_at, window.due_reason, bucket.now)
             rows.append((bucket.bucket_key, window.window_version, age, window.event_count, due))
     if rows:
-        _table(("bucket", "window", "age", "events", "closes at"), rows, numbers=("window", "age", "events"))
+        say_table(("bucket", "window", "age", "events", "closes at"), rows, numbers=("window", "age", "events"))
     elif not as_json:
-        _say("no bucket is open")
+        say("no bucket is open")
     if len(there) > limit:
-        _tell(f"and {len(there) - limit} more: --limit shows them")
-
-
-def _matches(key: str, tenant: str | None, flow: str | None) -> bool:
-    own_tenant, own_flow, _ = key.split(":", 2)
-    return tenant in (None, own_tenant) and flow in (None, own_flow)
+        tell(f"and {len(there) - limit} more: --limit shows them")
 
 
 def _bucket_json(bucket: Bucket) -> dict[str, Any]:
@@ -651,12 +536,12 @@ def bucket_(
     as_json: JsonOption = False,
 ) -> None:
     """Show one bucket as it stands: its open window, when that closes and why."""
-    with _connected() as (client, _):
+    with connected() as (client, _):
         bucket = client.bucket(key)
         held = client.open_events(key) if events and bucket.open is not None else ()
     window = bucket.open
     if as_json:
-        _json(_bucket_json(bucket) | ({"events": [_event_json(e) for e in held]} if events else {}))
+        say_json(_bucket_json(bucket) | ({"events": [event_object(e) for e in held]} if events else {}))
         return
     facts: dict[str, object] = {"bucket": key}
     if window is None:
@@ -664,9 +549,9 @@ def bucket_(
     else:
         facts |= {
             "open": f"window {window.window_version} ({window.window_id}), {window.relation}",
-            "opened at": _at(window.opened_at),
-            "last event": _at(window.last_event_at),
-            "closes at": _due(window.due_at, window.due_reason, bucket.now),
+            "opened at": instant(window.opened_at),
+            "last event": instant(window.last_event_at),
+            "closes at": due_text(window.due_at, window.due_reason, bucket.now),
             "events": window.event_count,
             "entries": window.entries,
             "duplicates": window.duplicates,
@@ -676,31 +561,15 @@ def bucket_(
         }
     if bucket.last_closed_window_id is not None:
         facts["last closed"] = bucket.last_closed_window_id
-    _facts(facts)
+    say_facts(facts)
     if held:
-        _say()
+        say()
         _events_table(held)
-
-
-def _event_json(stored: StoredEvent) -> dict[str, Any]:
-    event = {name: value for name, value in stored.event.model_dump().items() if value is not None or name == "payload"}
-    event |= {"occurred_at": stored.event.occurred_ms}
-    if stored.event.deadline_ms is not None:
-        event["deadline_at"] = stored.event.deadline_ms
-    if isinstance(event.get("payload"), bytes):
-        event["payload_bytes"] = b64encode(event.pop("payload")).decode()
-    event["content_digest"] = stored.event.content_digest
-    return event | {
-        "received_at": stored.received_at,
-        "position": stored.position,
-        "late": stored.late,
-        "revised": stored.revised,
-    }
 
 
 def _events_table(events: Sequence[StoredEvent]) -> None:
     """Ids, kinds and instants; payloads are in the JSON."""
-    _table(
+    say_table(
         ("#", "event", "kind", "source", "version", "occurred", "received", ""),
         [
             (
@@ -709,8 +578,8 @@ def _events_table(events: Sequence[StoredEvent]) -> None:
                 stored.event.kind,
                 stored.event.source,
                 "" if stored.event.source_version is None else stored.event.source_version,
-                _at(stored.event.occurred_ms),
-                _at(stored.received_at),
+                instant(stored.event.occurred_ms),
+                instant(stored.received_at),
                 " ".join(name for name, is_so in (("late", stored.late), ("revised", stored.revised)) if is_so),
             )
             for stored in events
@@ -722,33 +591,30 @@ def _events_table(events: Sequence[StoredEvent]) -> None:
 @app.command()
 def manifests(key: KeyArgument, as_json: JsonOption = False) -> None:
     """List the manifests of a bucket, by version."""
-    with _connected() as (client, _):
+    with connected() as (client, _):
         found = client.manifests(key)
     if as_json:
         for manifest in found:
-            _json(_manifest_json(manifest))
+            say_json(manifest_object(manifest))
     elif not found:
-        _say("no window of this bucket has closed")
+        say("no window of this bucket has closed")
     else:
-        _table(
+        say_table(
             ("window", "id", "reason", "closed at", "events", "relation", "state"),
             [
-                (m.window_version, m.window_id, m.close_reason, _at(m.closed_at), m.event_count, m.relation, m.state)
+                (
+                    m.window_version,
+                    m.window_id,
+                    m.close_reason,
+                    instant(m.closed_at),
+                    m.event_count,
+                    m.relation,
+                    m.state,
+                )
                 for m in found
             ],
             numbers=("window", "events"),
         )
-
-
-def _manifest_json(manifest: Manifest, events: bool = False) -> dict[str, Any]:
-    shown = {f.name: getattr(manifest, f.name) for f in fields(manifest) if f.name != "events"}
-    shown["timeline"] = [
-        {"at": at, "state": state, "attempt": attempt, "cause": cause}
-        for at, state, attempt, cause in manifest.timeline
-    ]
-    if events:
-        shown["events"] = [_event_json(stored) for stored in manifest.events]
-    return shown
 
 
 @app.command("manifest")
@@ -758,27 +624,27 @@ def manifest_(
     as_json: JsonOption = False,
 ) -> None:
     """Show one manifest: why it closed, what is in it, and its timeline."""
-    with _connected() as (client, _):
+    with connected() as (client, _):
         m = client.manifest(window_id)
     if m is None:
-        _complain("there is no manifest of that id")
+        complain("there is no manifest of that id")
         raise typer.Exit(FAILED)
     if as_json:
-        _json(_manifest_json(m, events))
+        say_json(manifest_object(m, events))
         return
-    limits = [f"{name} {_at(at)}" for name, at in sorted(m.limits.items(), key=lambda limit: limit[1])]
+    limits = [f"{name} {instant(at)}" for name, at in sorted(m.limits.items(), key=lambda limit: limit[1])]
     facts: dict[str, object] = {
         "bucket": m.bucket_key,
         "window": f"{m.window_version} ({m.window_id}), {m.relation}"
         + (f" of {m.previous_window_id}" if m.previous_window_id else ""),
         "state": m.state + (f", attempt {m.attempt}" if m.attempt else ""),
         "reason": m.close_reason,
-        "opened at": _at(m.opened_at),
-        "last event": _at(m.last_event_at),
-        "closed at": _at(m.closed_at)
-        + (f", sealed {_span(m.sealed_at - m.closed_at)} later" if m.sealed_at != m.closed_at else ""),
+        "opened at": instant(m.opened_at),
+        "last event": instant(m.last_event_at),
+        "closed at": instant(m.closed_at)
+        + (f", sealed {span(m.sealed_at - m.closed_at)} later" if m.sealed_at != m.closed_at else ""),
         "limits": "; ".join(limits),
-        "events": f"{m.event_count}: {_ids(m.event_ids)}",
+        "events": f"{m.event_count}: {id_list(m.event_ids)}",
         "entries": f"{m.entries}, {m.bytes} bytes, weight {m.weight}",
         "duplicates": m.duplicates,
         "policy": f"version {m.flow_policy} of the flow's; events are of {', '.join(map(str, m.policy_versions))}",
@@ -789,33 +655,33 @@ def manifest_(
         ("retracted", m.retracted_event_ids),
     ):
         if ids:
-            facts[name] = _ids(ids)
+            facts[name] = id_list(ids)
     facts["digest"] = m.digest
     if m.anomaly is not None:
         facts["anomaly"] = m.anomaly
-    _facts(facts)
+    say_facts(facts)
     if m.timeline:
-        _say()
-        _table(
+        say()
+        say_table(
             ("at", "state", "attempt", "cause"),
-            [(_at(step[0]), *step[1:]) for step in m.timeline],
+            [(instant(step[0]), *step[1:]) for step in m.timeline],
             numbers=("attempt",),
         )
     if events:
-        _say()
+        say()
         _events_table(m.events)
 
 
 def _closed_text(closed: Sequence[ClosedWindow]) -> str:
     return "".join(
-        f"; window {w.window_version} closed at {_at(w.closed_at)}: {w.reason} ({w.window_id})" for w in closed
+        f"; window {w.window_version} closed at {instant(w.closed_at)}: {w.reason} ({w.window_id})" for w in closed
     )
 
 
 @app.command()
 def flush(
     key: Annotated[
-        str | None, typer.Argument(metavar="[KEY]", help="One bucket.", parser=_key, show_default=False)
+        str | None, typer.Argument(metavar="[KEY]", help="One bucket.", parser=typed_key, show_default=False)
     ] = None,
     version: Annotated[
         int | None, typer.Option(min=1, help="Only if this window version is open.", show_default=False)
@@ -833,15 +699,15 @@ def flush(
         raise typer.BadParameter("name either a bucket, or a --tenant, a --flow or both")
     if key is None and version is not None:
         raise typer.BadParameter("--version goes with one bucket")
-    with _connected() as (client, _):
+    with connected() as (client, _):
         if key is not None:
             done = [client.flush(key, version, partial=partial)]
         else:
             done = client.flush_where(tenant=tenant, flow=flow, partial=partial)
     for one in done:
-        _json(_answer_json(one)) if as_json else _say(_flushed_text(one))
+        say_json(_answer_json(one)) if as_json else say(_flushed_text(one))
     if not done and not as_json:
-        _say("no such bucket is open")
+        say("no such bucket is open")
     if any(one.outcome == "other_version" for one in done):
         raise typer.Exit(FAILED)
 
@@ -852,7 +718,7 @@ def _flushed_text(flushed: Flushed) -> str:
         "nothing_open": "nothing is open",
         "other_version": f"not flushed: window {flushed.open_version} is open",
     }
-    return f"{_plain(flushed.bucket_key)}: {said[flushed.outcome]}{_closed_text(flushed.closed_windows)}"
+    return f"{plain(flushed.bucket_key)}: {said[flushed.outcome]}{_closed_text(flushed.closed_windows)}"
 
 
 def _answer_json(answer: Any) -> dict[str, Any]:
@@ -869,14 +735,14 @@ def hold(
 
     Exit code 1 where no window is open.
     """
-    with _connected() as (client, _):
+    with connected() as (client, _):
         held = client.hold(key, duration)
     if as_json:
-        _json(_answer_json(held))
+        say_json(_answer_json(held))
     elif held.window_version is None or held.due_at is None:
-        _say(f"{_plain(key)}: no window is open{_closed_text(held.closed_windows)}")
+        say(f"{plain(key)}: no window is open{_closed_text(held.closed_windows)}")
     else:
-        _say(f"{_plain(key)}: window {held.window_version} now closes at {_at(held.due_at)}")
+        say(f"{plain(key)}: window {held.window_version} now closes at {instant(held.due_at)}")
     if held.window_version is None:
         raise typer.Exit(FAILED)
 
@@ -884,14 +750,14 @@ def hold(
 @app.command()
 def retract(
     key: KeyArgument,
-    event_id: Annotated[str, typer.Argument(metavar="EVENT_ID", parser=_event_id)],
+    event_id: Annotated[str, typer.Argument(metavar="EVENT_ID", parser=typed_event_id)],
     as_json: JsonOption = False,
 ) -> None:
     """Take an event out of the open window of its bucket: its payload is never handed over.
 
     Exit code 1 where it is in no open window.
     """
-    with _connected() as (client, _):
+    with connected() as (client, _):
         answer = client.retract(key, event_id)
     said = {
         "retracted": f"retracted from window {answer.window_version}",
@@ -901,9 +767,9 @@ def retract(
         "unknown": "not retracted: no such event is known in this bucket",
     }
     if as_json:
-        _json(_answer_json(answer))
+        say_json(_answer_json(answer))
     else:
-        _say(f"{_plain(event_id)}: {said[answer.outcome]}{_closed_text(answer.closed_windows)}")
+        say(f"{plain(event_id)}: {said[answer.outcome]}{_closed_text(answer.closed_windows)}")
     if answer.outcome not in ("retracted", "already"):
         raise typer.Exit(FAILED)
 
@@ -911,72 +777,36 @@ def retract(
 # --- the namespace ----------------------------------------------------------------------------------------------------
 
 
-@reconcile_app.command("list")
-def reconcile_list(
-    tenant: TenantOption = None,
-    flow: FlowOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """List what waits for somebody to decide, in the order it was queued."""
-    with _connected() as (client, _):
-        waiting = [item for item in client.reconciliation() if _matches(item.event.bucket_key, tenant, flow)]
-    if as_json:
-        for item in waiting:
-            _json(
-                {
-                    "item_id": item.item_id,
-                    "queued_at": item.queued_at,
-                    "code": item.code,
-                    "bucket_key": item.event.bucket_key,
-                    "event_id": item.event.event_id,
-                    "kind": item.event.kind,
-                    "occurred_at": item.event.occurred_ms,
-                    "digest": item.digest,
-                    "known": item.known,
-                }
-            )
-    elif not waiting:
-        _say("nothing waits for reconciliation")
-    else:
-        _table(
-            ("queued at", "code", "bucket", "event", "kind", "item"),
-            [
-                (_at(i.queued_at), i.code, i.event.bucket_key, i.event.event_id, i.event.kind, i.item_id)
-                for i in waiting
-            ],
-        )
-
-
 @app.command()
 def counters(as_json: JsonOption = False) -> None:
     """Show the namespace's counters."""
-    with _connected() as (client, _):
+    with connected() as (client, _):
         counted = client.counters()
     if as_json:
-        _json(counted)
+        say_json(counted)
     elif not counted:
-        _say("nothing was counted yet")
+        say("nothing was counted yet")
     else:
-        _table(("counter", "value"), counted.items(), numbers=("value",))
+        say_table(("counter", "value"), counted.items(), numbers=("value",))
 
 
 @app.command("redis-cli")
 def redis_cli(
     key: Annotated[
         str | None,
-        typer.Argument(metavar="[KEY]", help="Look at this bucket.", parser=_key, show_default=False),
+        typer.Argument(metavar="[KEY]", help="Look at this bucket.", parser=typed_key, show_default=False),
     ] = None,
 ) -> None:
     """Print the redis-cli line for the server, or one that looks at a bucket. No password is shown."""
     settings = Settings()
     command = cli_line(settings)
     if key is not None:
-        with _connected() as (client, _):
+        with connected() as (client, _):
             client.store.perform(client.operations.connect())  # how many partitions there are
             command += ["HGETALL", keys.bucket(client.operations.prefix_of(key), key)]
-    _say(shlex.join(command))
+    say(shlex.join(command))
     if urlsplit(settings.url).password:
-        _tell("put the password into the variable REDISCLI_AUTH first: redis-cli reads it from there")
+        tell("put the password into the variable REDISCLI_AUTH first: redis-cli reads it from there")
 
 
 def cli_line(settings: Settings) -> list[str]:

@@ -11,16 +11,21 @@ from typing import TYPE_CHECKING, Any, Self
 
 from accumulator.envelope import Event
 from accumulator.errors import InvalidEvent, InvalidInput
+from accumulator.health import Health
 from accumulator.manifest import Manifest, StoredEvent
 from accumulator.operations import (
     Bucket,
+    Decided,
+    Effect,
     Flushed,
     Held,
     LoadedPolicy,
     Operations,
     Receipt,
     ReconcileItem,
+    Resolved,
     Retracted,
+    Waiting,
 )
 from accumulator.policy import Policy, duration_option
 from accumulator.store import AsyncStore, Store
@@ -85,6 +90,7 @@ class Accumulator:
         self._own = isinstance(server, str)
         self.operations = Operations(namespace, partitions, clock)
         self.store = Store.from_url(server, **options) if isinstance(server, str) else Store(server)
+        self.operations.cluster = self.store.cluster
 
     @classmethod
     def from_settings(cls, settings: Settings, **options: Any) -> Self:
@@ -166,6 +172,10 @@ class Accumulator:
         """What waits for somebody to decide, in the order it was queued."""
         return self.store.perform(self.operations.reconciliation())
 
+    def health(self) -> Health:
+        """How it goes: what has to be mended, what should be known."""
+        return self.store.perform(self.operations.health())
+
     def counters(self) -> dict[str, int]:
         """The namespace's counters."""
         return self.store.perform(self.operations.counters())
@@ -178,6 +188,60 @@ class Accumulator:
     def policies(self) -> dict[str, tuple[int, Policy]]:
         """Flow → (version, policy), the latest of each."""
         return self.store.perform(self.operations.policies())
+
+    # --- what people decide: their name (`by`) and `reason` stay in the timeline, or in the audit stream ---
+
+    def attention(self, state: str | None = None) -> list[Waiting]:
+        """The manifests that wait for somebody (awaiting_approval, uncertain, dead, reconciling), the longest first;
+        only those in `state`, where it is given."""
+        return self.store.perform(self.operations.waiting_for_people(state))
+
+    def effects(self, window_id: str) -> list[Effect]:
+        """The ledger of a manifest's effects, by name."""
+        return self.store.perform(self.operations.effects(window_id))
+
+    def approve(self, window_id: str, *, by: str, reason: str) -> Decided:
+        """Approves a proposal that awaits it: the handler goes on with it, once it has been revalidated."""
+        return self.store.perform(self.operations.decide(window_id, "approve", by, reason))
+
+    def refuse(self, window_id: str, *, by: str, reason: str) -> Decided:
+        """Refuses a proposal that awaits approval: the manifest is settled, and nothing is done."""
+        return self.store.perform(self.operations.decide(window_id, "refuse", by, reason))
+
+    def replay(self, window_id: str, *, by: str, reason: str, effects: str | None = None) -> Decided:
+        """Hands a dead, uncertain or reconciling manifest out again, its failures forgotten. `effects` says what became
+        of those in doubt: ``done`` (they count as confirmed) or ``not_done`` (they are made again); None leaves it to
+        the handler's verify."""
+        return self.store.perform(self.operations.decide(window_id, "replay", by, reason, effects or ""))
+
+    def discard(self, window_id: str, *, by: str, reason: str) -> Decided:
+        """Settles a manifest that waits for somebody without doing anything."""
+        return self.store.perform(self.operations.decide(window_id, "discard", by, reason))
+
+    def confirm(self, window_id: str, *, by: str, reason: str) -> Decided:
+        """Settles a dead, uncertain or reconciling manifest as confirmed: what it stands for has happened."""
+        return self.store.perform(self.operations.decide(window_id, "confirm", by, reason))
+
+    def resolve(self, item: ReconcileItem | str, decision: str, *, by: str, reason: str) -> Resolved:
+        """Takes an item, or the one of that id, out of the reconciliation queue: ``accept`` (its event joins the
+        bucket's next window) or ``discard``."""
+        return self.store.perform(self.operations.resolve(item, decision, by, reason))
+
+    def resolve_where(
+        self,
+        decision: str,
+        *,
+        by: str,
+        reason: str,
+        code: str | None = None,
+        tenant: str | None = None,
+        flow: str | None = None,
+        older_than: str | int | None = None,
+    ) -> dict[str, int]:
+        """The same for all items that wait now and match every filter given, of which there must be one: outcome → how
+        many. `older_than` is ``"2h"``, or ms. Not atomic."""
+        age = 0 if older_than is None else _duration(older_than)
+        return self.store.perform(self.operations.resolve_where(decision, by, reason, code, tenant, flow, age))
 
 
 class AsyncAccumulator:
@@ -195,6 +259,7 @@ class AsyncAccumulator:
         self._own = isinstance(server, str)
         self.operations = Operations(namespace, partitions, clock)
         self.store = AsyncStore.from_url(server, **options) if isinstance(server, str) else AsyncStore(server)
+        self.operations.cluster = self.store.cluster
 
     async def close(self) -> None:
         """Closes the connections that were made here; a client that was given stays open."""
@@ -260,6 +325,10 @@ class AsyncAccumulator:
         """See :meth:`Accumulator.reconciliation`."""
         return await self.store.perform(self.operations.reconciliation())
 
+    async def health(self) -> Health:
+        """See :meth:`Accumulator.health`."""
+        return await self.store.perform(self.operations.health())
+
     async def counters(self) -> dict[str, int]:
         """See :meth:`Accumulator.counters`."""
         return await self.store.perform(self.operations.counters())
@@ -273,3 +342,50 @@ class AsyncAccumulator:
     async def policies(self) -> dict[str, tuple[int, Policy]]:
         """See :meth:`Accumulator.policies`."""
         return await self.store.perform(self.operations.policies())
+
+    async def attention(self, state: str | None = None) -> list[Waiting]:
+        """See :meth:`Accumulator.attention`."""
+        return await self.store.perform(self.operations.waiting_for_people(state))
+
+    async def effects(self, window_id: str) -> list[Effect]:
+        """See :meth:`Accumulator.effects`."""
+        return await self.store.perform(self.operations.effects(window_id))
+
+    async def approve(self, window_id: str, *, by: str, reason: str) -> Decided:
+        """See :meth:`Accumulator.approve`."""
+        return await self.store.perform(self.operations.decide(window_id, "approve", by, reason))
+
+    async def refuse(self, window_id: str, *, by: str, reason: str) -> Decided:
+        """See :meth:`Accumulator.refuse`."""
+        return await self.store.perform(self.operations.decide(window_id, "refuse", by, reason))
+
+    async def replay(self, window_id: str, *, by: str, reason: str, effects: str | None = None) -> Decided:
+        """See :meth:`Accumulator.replay`."""
+        return await self.store.perform(self.operations.decide(window_id, "replay", by, reason, effects or ""))
+
+    async def discard(self, window_id: str, *, by: str, reason: str) -> Decided:
+        """See :meth:`Accumulator.discard`."""
+        return await self.store.perform(self.operations.decide(window_id, "discard", by, reason))
+
+    async def confirm(self, window_id: str, *, by: str, reason: str) -> Decided:
+        """See :meth:`Accumulator.confirm`."""
+        return await self.store.perform(self.operations.decide(window_id, "confirm", by, reason))
+
+    async def resolve(self, item: ReconcileItem | str, decision: str, *, by: str, reason: str) -> Resolved:
+        """See :meth:`Accumulator.resolve`."""
+        return await self.store.perform(self.operations.resolve(item, decision, by, reason))
+
+    async def resolve_where(
+        self,
+        decision: str,
+        *,
+        by: str,
+        reason: str,
+        code: str | None = None,
+        tenant: str | None = None,
+        flow: str | None = None,
+        older_than: str | int | None = None,
+    ) -> dict[str, int]:
+        """See :meth:`Accumulator.resolve_where`."""
+        age = 0 if older_than is None else _duration(older_than)
+        return await self.store.perform(self.operations.resolve_where(decision, by, reason, code, tenant, flow, age))

@@ -29,9 +29,9 @@ class Closer(Role):
     """s between looks at every partition: the net under lost wake-ups."""
     LIMIT: Final = 200
     """Timers a script call handles at the most: a few ms of the server's time."""
-    ROUND: Final = 1024
+    ROUND: Final = 512
     """Timers of one round of calls, during which the server may serve nobody else."""
-    PARTITIONS: Final = 64
+    PARTITIONS: Final = 32
     """Partitions of one round."""
 
     def __init__(self, accumulator: Accumulator, upkeep: Callable[[], None] | None = None) -> None:
@@ -60,6 +60,8 @@ class Closer(Role):
             pause = min([self._poll_at, now + SLICE, *self._due.values()]) - now
         for message in self._subscription.wait(pause):
             self._hear(message)
+        if not due:
+            self.trouble.over()
 
     def close(self) -> None:
         self._subscription.close()
@@ -72,7 +74,6 @@ class Closer(Role):
         self._ticked = {}
         self._subscription.check(SILENCE)
         self._poll_at = monotonic() + self.POLL
-        self.trouble.over()
 
     def _hear(self, message: bytes) -> None:
         news = read_wake(message, len(self._offset))

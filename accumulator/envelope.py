@@ -105,6 +105,7 @@ class StoredFields(TypedDict, total=False):
     payload: Any
     late: bool
     revised: bool
+    reconciled: bool
     digest: str
 
 
@@ -247,6 +248,11 @@ def _instant(field: str, value: object) -> tuple[datetime, int]:
     return _EPOCH + timedelta(0, 0, 0, ms), ms
 
 
+def parse_instant(field: str, value: object) -> int:
+    """ms of a datetime with offset, or of RFC 3339 text; cut to the millisecond. Raises InvalidEvent with `field`."""
+    return _instant(field, value)[1]
+
+
 def _instant_of_text(field: str, value: object) -> datetime:
     if value is MISSING:
         _refuse(field, "is required")
@@ -273,7 +279,8 @@ _INT_RANGE: Final = "holds an integer outside -2^63 … 2^64-1"
 
 
 def _scan(value: Any, depth: int = 1) -> int:
-    """A quick look at a dict or list: 0 plain, 1 plain with floats in it, 2 something else is in it."""
+    """A quick look at a dict or list: 0 plain, 1 plain with doubles in it that orjson writes otherwise than RFC 8785, 2
+    something else is in it."""
     if depth > MAX_DEPTH:
         _refuse("payload", _TOO_DEEP)
     found = 0
@@ -284,6 +291,8 @@ def _scan(value: Any, depth: int = 1) -> int:
         if kind is dict or kind is list:
             found |= _scan(item, depth + 1)
         elif kind is float:
+            if (1e-4 < item < 1e15 or -1e15 < item < -1e-4) and not item.is_integer():
+                continue  # orjson writes these as RFC 8785 does
             if not isfinite(item):
                 return 2
             found |= 1
@@ -600,7 +609,7 @@ class Event(BaseModel):
         """
         stored = unpack(event_id, envelope, bucket_key)
         late, revised = stored.pop("late", False), stored.pop("revised", False)
-        digest = stored.pop("digest", None)
+        digest, reconciled = stored.pop("digest", None), stored.pop("reconciled", False)
         stored.pop("size", None)
         values: dict[str, Any] = {**_DEFAULTS, **stored}
         occurred, deadline = values["occurred_at"], values["deadline_at"]
@@ -612,7 +621,14 @@ class Event(BaseModel):
         _fill(made, values, stored)
         if digest is not None:
             made.__dict__["_digest"] = digest
+        if reconciled:
+            made.__dict__["_reconciled"] = True
         return made, late, revised
+
+    @property
+    def reconciled(self) -> bool:
+        """Whether it was stored by a resolution of the reconciliation queue."""
+        return "_reconciled" in self.__dict__
 
     @property
     def occurred_ms(self) -> int:

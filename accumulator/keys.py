@@ -31,9 +31,15 @@ def partition_of(bucket_key: str | bytes, partitions: int) -> int:
 
 
 def meta(namespace: str) -> str:
-    """Hash: format version, partition count, created at, policy version numbers. The only key without a hash
-    tag."""
+    """Hash: format version, partition count, created at, policy version numbers. This and `workers` are the only keys
+    without a hash tag."""
     return f"{namespace}:meta"
+
+
+def workers(namespace: str) -> str:
+    """Sorted set: worker, as JSON with what it can do → its last sign of life, in ms; and ``clock`` → the highest
+    instant that any of them saw. Entries older than an hour are removed by whoever gives a sign of life."""
+    return f"{namespace}:workers"
 
 
 def prefix(namespace: str, partition: int) -> str:

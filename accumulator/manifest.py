@@ -27,18 +27,20 @@ SETTLED = frozenset({"confirmed", "refused", "discarded", "superseded", "empty"}
 @dataclass(frozen=True, slots=True)
 class StoredEvent:
     """An entry of a window: the event as pushed, `received_at` (ms), its `position` among all entries the window took,
-    from 1, and whether it came late or revises an earlier version of its id."""
+    from 1, and whether it came late, revises an earlier version of its id, or came out of the reconciliation queue."""
 
     event: Event
     received_at: int
     position: int
     late: bool
     revised: bool
+    reconciled: bool = False
 
 
 class Entry(NamedTuple):
     """What stays of a window's entry when its payload goes: id, content digest, `received_at` (ms), whether it came
-    late or revised an earlier version, and the reference to the authorised record (None: none was given)."""
+    late or revised an earlier version, the reference to the authorised record (None: none was given), and whether it
+    came out of the reconciliation queue."""
 
     event_id: str
     content_digest: str
@@ -46,6 +48,7 @@ class Entry(NamedTuple):
     late: bool
     revised: bool
     ref: str | None
+    reconciled: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Contents:
     def record(self) -> tuple[Entry, ...]:
         """The same without payloads."""
         return tuple(
-            Entry(e.event.event_id, e.event.content_digest, e.received_at, e.late, e.revised, e.event.ref)
+            Entry(e.event.event_id, e.event.content_digest, e.received_at, e.late, e.revised, e.event.ref, e.reconciled)
             for e in self.events
         )
 
@@ -92,9 +95,10 @@ def replay(
                 continue
             position += 1
             event, late, revised = Event.from_stored(name, bucket_key, value)
+            reconciled = event.reconciled
             if position == int(kept_position):
                 event, _, _ = Event.from_stored(name, bucket_key, kept_envelope)
-            entries.append(StoredEvent(event, received_at, position, late, revised))
+            entries.append(StoredEvent(event, received_at, position, late, revised, reconciled))
     return Contents(tuple(entries), tuple(retracted))
 
 
@@ -235,5 +239,11 @@ def _read_entry(text: bytes) -> Entry:
     digest, received_at, flags, length, rest = text.split(b" ", 4)
     event_id, ref = rest[: int(length)], rest[int(length) :]
     return Entry(
-        event_id.decode(), digest.decode(), int(received_at), b"l" in flags, b"r" in flags, ref.decode() or None
+        event_id.decode(),
+        digest.decode(),
+        int(received_at),
+        b"l" in flags,
+        b"r" in flags,
+        ref.decode() or None,
+        b"q" in flags,
     )

@@ -10,7 +10,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
@@ -23,6 +23,7 @@ from accumulator.errors import (
     NamespaceMismatch,
     UnknownFlow,
 )
+from accumulator.health import Health, beat, end, read_health, read_setup
 from accumulator.manifest import RELATIONS, Contents, Manifest, StoredEvent, read_manifest, replay
 from accumulator.policy import Policy
 from accumulator.store import Call, Operation, Reply, answer, as_pairs, as_stream
@@ -34,9 +35,11 @@ CALL_EVENTS: Final = 500
 CALL_BYTES: Final = 1 << 20
 ROUND_EVENTS: Final = 10_000
 PAGE: Final = 1000
-OVERDUE: Final = 5000
-"""ms past its instant after which a timer says that no worker is at work."""
-SINKS: Final = ("rq", "direct", "webhook")
+ATTENTION: Final = ("awaiting_approval", "uncertain", "dead", "reconciling")
+"""States in which a manifest waits for somebody."""
+DECISIONS: Final = ("approve", "refuse", "replay", "discard", "confirm")
+RESOLUTIONS: Final = {"accept": "accepted", "discard": "discarded"}
+"""What can be decided of a reconciliation item → what it then is."""
 
 _CEILINGS: Final = {"max_unsettled": (keys.outbox, 1_000_000), "max_reconcile": (keys.reconcile, 100_000)}
 
@@ -165,8 +168,9 @@ class Bucket:
 
 
 class ReconcileItem(NamedTuple):
-    """An event that waits for somebody to decide. `known` are the digests under its id, `item_id` names it in its
-    partition's queue, `queued_at` is in ms."""
+    """An event that waits for somebody to decide. `item_id` names it in the namespace: its partition, and its id in
+    that one's queue; `queued_at` is in ms; `known` are the digests under the event's id. `window` is the version that
+    was open then, or that set it aside, 0 for none; `why` is what a handler said that set it aside."""
 
     item_id: str
     queued_at: int
@@ -174,6 +178,38 @@ class ReconcileItem(NamedTuple):
     event: Event
     digest: str
     known: tuple[str, ...]
+    window: int = 0
+    why: str = ""
+
+
+class Resolved(NamedTuple):
+    """What became of a reconciliation item: ``accepted`` (with the `receipt` of its event), ``discarded``, or
+    ``missing`` where it does not wait any more."""
+
+    item_id: str
+    outcome: str
+    receipt: Receipt | None = None
+
+
+class Waiting(NamedTuple):
+    """A manifest that waits for somebody, in `state` since `since` (ms): the `cause` of its last transition, the
+    error's class and text where it had one, the attempts made."""
+
+    window_id: str
+    bucket_key: str
+    window_version: int
+    state: str
+    since: int
+    cause: str
+    error: str | None
+    attempt: int
+
+
+class Decided(NamedTuple):
+    """The answer to a decision on a manifest: ``done``, ``wrong_state`` or ``missing``, and the state it is in now."""
+
+    outcome: str
+    state: str
 
 
 class LoadedPolicy(NamedTuple):
@@ -216,18 +252,6 @@ class Effect(NamedTuple):
     result: str
 
 
-class Health(NamedTuple):
-    """How the workers keep up. `overdue`: timers that nobody handled for more than 5 s, the oldest for `overdue_ms`;
-    `unsettled`: manifests in the outbox, the oldest for `unsettled_ms`; `ready`: sink → manifests whose turn has come
-    and that nobody took yet."""
-
-    overdue: int
-    overdue_ms: int
-    unsettled: int
-    unsettled_ms: int
-    ready: dict[str, int]
-
-
 class Tick(NamedTuple):
     """What a tick did: timers handled, the next due instant (ms) or None, windows closed, timers whose record is not to
     be seen, what went wrong with one of them, and the server's instant (ms) of it."""
@@ -248,46 +272,31 @@ def _closed(texts: Iterable[bytes]) -> tuple[ClosedWindow, ...]:
     return tuple(closed)
 
 
-class _Group:
-    """The events of one bucket that go in one call, in order."""
+class _Part:
+    """The events of one accept call, all of one partition: bucket_key → where its events stand in what was pushed."""
 
-    __slots__ = ("arguments", "bytes", "events", "ids", "indices", "key", "plain", "sums")
+    __slots__ = ("bytes", "events", "groups", "partition")
 
-    def __init__(self, key: str) -> None:
-        self.key = key
-        self.events: list[Event] = []
-        self.indices: list[int] = []
-        self.ids: set[bytes] = set()
-        self.arguments: list[bytes] = []
+    def __init__(self, partition: int) -> None:
+        self.partition = partition
+        self.groups: dict[str, list[int]] = {}
+        self.events = 0
         self.bytes = 0
 
-    def add(self, index: int, event: Event) -> None:
-        packed = event.packed
-        self.events.append(event)
-        self.indices.append(index)
-        self.ids.add(packed.event_id)
-        self.arguments += packed[:4]
-        self.bytes += len(packed.envelope)
 
-    def encoded(self) -> list[Any]:
-        """bucket_key, flow, n, summary, then the events: the arguments of accept for one group."""
-        events = self.events
-        first = events[0]
-        if len(events) == 1:
-            size, occurred = first.packed.size, first.occurred_ms
-            plain = 0 if first.deadline_ms is not None else 1
-            summary = f"{size} {size} {first.weight} {occurred} {occurred} {first.policy_version} {plain}"
-        else:
-            sizes = [event.packed.size for event in events]
-            instants = [event.occurred_ms for event in events]
-            pv = first.policy_version
-            plain = int(
-                len(self.ids) == len(events)
-                and all(event.policy_version == pv and event.deadline_ms is None for event in events)
-            )
-            weight = sum(event.weight for event in events)
-            summary = f"{sum(sizes)} {max(sizes)} {weight} {min(instants)} {max(instants)} {pv} {plain}"
-        return [self.key, first.flow, len(events), summary, *self.arguments]
+def _summary(events: Sequence[Event]) -> str:
+    """What accept decides on for a group of several events."""
+    sizes = [event.packed.size for event in events]
+    instants = [event.occurred_ms for event in events]
+    pv = events[0].policy_version
+    others = {(event.policy_version, event.deadline_ms) for event in events} - {(pv, None)}
+    plain = not others and len({event.event_id for event in events}) == len(events)
+    weight = sum([event.weight for event in events])
+    return f"{sum(sizes)} {max(sizes)} {weight} {min(instants)} {max(instants)} {pv} {plain:d}"
+
+
+def _flow(bucket_key: str) -> str:
+    return bucket_key.split(":", 2)[1]
 
 
 class Operations:
@@ -310,6 +319,8 @@ class Operations:
         self._wanted = partitions
         self._clock = clock
         self._nonce = nonce
+        self.cluster = False
+        """Whether the server is a cluster: then scripts are told the keys they derive."""
         self.partitions = 0
         self.prefixes: list[str] = []
         self._flows: set[str] = set()
@@ -507,74 +518,83 @@ class Operations:
 
     def _push(self, events: Sequence[Event]) -> Operation[tuple[list[Receipt], list[AccumulatorError]]]:
         yield from self.connect()
-        yield from self._know_flows({event.flow for event in events})
+        rounds, flows = self._rounds(events)
+        yield from self._know_flows(flows)
         receipts: list[Receipt | None] = [None] * len(events)
         errors: list[AccumulatorError] = []
-        for calls in self._calls(events):
+        for parts in rounds:
             yield from self._measure()
-            replies: list[Reply] = yield [self._accept(p, groups) for p, groups in calls]
-            for (_, groups), reply in zip(calls, replies, strict=True):
+            replies: list[Reply] = yield [self._accept(part, events) for part in parts]
+            for part, reply in zip(parts, replies, strict=True):
                 if isinstance(reply, UnknownFlow):
                     raise reply
                 if isinstance(reply, AccumulatorError):
                     errors.append(reply)
-                    for group in groups:
-                        for i, event in zip(group.indices, group.events, strict=True):
-                            receipts[i] = Receipt(Outcome.UNKNOWN, event.event_id, group.key, error=str(reply))
+                    for key, indices in part.groups.items():
+                        for i in indices:
+                            receipts[i] = Receipt(Outcome.UNKNOWN, events[i].event_id, key, error=str(reply))
                 else:
-                    for group, part in zip(groups, reply, strict=True):
-                        _read_group(group, part, receipts)
+                    for (key, indices), answers in zip(part.groups.items(), reply, strict=True):
+                        _read_group(key, indices, events, answers, receipts)
         return [receipt for receipt in receipts if receipt is not None], errors
 
-    def _accept(self, partition: int, groups: list[_Group]) -> Call:
-        arguments: list[Any] = []
-        for group in groups:
-            arguments += group.encoded()
+    def _accept(self, part: _Part, events: Sequence[Event]) -> Call:
         ceilings: list[int | str] = ["", ""]
         if self._allowances is not None:
-            ceilings = [allowances[partition] for allowances in self._allowances.values()]
-        return self._script("accept", self.prefixes[partition], self._nonce(6), *ceilings, len(groups), *arguments)
+            ceilings = [allowances[part.partition] for allowances in self._allowances.values()]
+        arguments: list[Any] = [self._nonce(6), *ceilings, len(part.groups)]
+        for key, indices in part.groups.items():
+            if len(indices) == 1:
+                event = events[indices[0]]
+                event_id, mark, facts, envelope, size = event.packed
+                occurred, plain = event.occurred_ms, event.deadline_ms is None
+                summary = f"{size} {size} {event.weight} {occurred} {occurred} {event.policy_version} {plain:d}"
+                arguments += (key, _flow(key), 1, summary, event_id, mark, facts, envelope)
+            else:
+                group = [events[i] for i in indices]
+                arguments += (key, _flow(key), len(group), _summary(group))
+                for event in group:
+                    arguments += event.packed[:4]
+        prefix = self.prefixes[part.partition]
+        call = self._script("accept", prefix, *arguments)
+        if self.cluster:
+            also = tuple(name(prefix, key) for key in part.groups for name in (keys.bucket, keys.ids, keys.events))
+            call = replace(call, also=also)
+        return call
 
-    def _calls(self, events: Sequence[Event]) -> Iterable[list[tuple[int, list[_Group]]]]:
-        """Rounds of calls, each partition at most once a round, so that a bucket's events keep their order."""
+    def _rounds(self, events: Sequence[Event]) -> tuple[list[list[_Part]], set[str]]:
+        """Rounds of calls, each partition at most once a round, so that a bucket's events keep their order; and the
+        flows."""
         partition_of, partitions = keys.partition_of, self.partitions
-        open_: dict[int, dict[str, _Group]] = {}
-        sizes: dict[int, list[int]] = {}
-        full: dict[int, list[list[_Group]]] = {}
-        of_key: dict[str, int] = {}
+        parts: dict[int, list[_Part]] = {}
+        of_key: dict[str, _Part] = {}
         for index, event in enumerate(events):
-            key = event.bucket_key
-            p = of_key.get(key)
-            if p is None:
-                p = of_key[key] = partition_of(key, partitions)
-            groups = open_.setdefault(p, {})
-            size = sizes.setdefault(p, [0, 0])
-            weight = len(event.packed.envelope)
-            if size[0] and (size[0] >= CALL_EVENTS or size[1] + weight > CALL_BYTES):
-                full.setdefault(p, []).append(list(groups.values()))
-                groups = open_[p] = {}
-                size = sizes[p] = [0, 0]
-            group = groups.get(key)
+            key, size = event.bucket_key, len(event.packed.envelope)
+            part = of_key.get(key)
+            if part is None or part.events >= CALL_EVENTS or part.bytes + size > CALL_BYTES:
+                p = partition_of(key, partitions) if part is None else part.partition
+                same = parts.setdefault(p, [])
+                if not same or same[-1].events >= CALL_EVENTS or same[-1].bytes + size > CALL_BYTES:
+                    same.append(_Part(p))
+                part = of_key[key] = same[-1]
+            part.events += 1
+            part.bytes += size
+            group = part.groups.get(key)
             if group is None:
-                group = groups[key] = _Group(key)
-            group.add(index, event)
-            size[0] += 1
-            size[1] += weight
-        for p, groups in open_.items():
-            full.setdefault(p, []).append(list(groups.values()))
-        depth = max((len(calls) for calls in full.values()), default=0)
-        for turn in range(depth):
-            calls: list[tuple[int, list[_Group]]] = []
-            held = 0
-            for p, parts in full.items():
-                if turn < len(parts):
-                    calls.append((p, parts[turn]))
-                    held += sum(len(group.events) for group in parts[turn])
+                part.groups[key] = [index]
+            else:
+                group.append(index)
+        rounds: list[list[_Part]] = []
+        for turn in range(max(map(len, parts.values()), default=0)):
+            held = ROUND_EVENTS
+            for same in parts.values():
+                if turn < len(same):
                     if held >= ROUND_EVENTS:
-                        yield calls
-                        calls, held = [], 0
-            if calls:
-                yield calls
+                        rounds.append([])
+                        held = 0
+                    rounds[-1].append(same[turn])
+                    held += same[turn].events
+        return rounds, set(map(_flow, of_key))
 
     # --- what a person or a producer does to an open window ---
 
@@ -715,31 +735,37 @@ class Operations:
     def reconciliation(self) -> Operation[list[ReconcileItem]]:
         """What waits for somebody, in the order it was queued."""
         yield from self.connect()
-        found = []
-        for prefix in self.prefixes:
-            start = "-"
-            while True:
-                replies = yield [Call(("XRANGE", keys.reconcile(prefix), start, "+", "COUNT", PAGE))]
-                page = as_stream(replies[0])
-                for item_id, pairs in page:
-                    fields = dict(pairs)
-                    event, _, _ = Event.from_stored(
-                        fields[b"event_id"], fields[b"bucket_key"].decode(), fields[b"envelope"]
-                    )
-                    found.append(
-                        ReconcileItem(
-                            item_id.decode(),
-                            int(fields[b"at"]),
-                            fields[b"code"].decode(),
-                            event,
-                            fields[b"digest"].decode(),
-                            tuple(fields[b"known"].decode().split()),
-                        )
-                    )
-                if len(page) < PAGE:
-                    break
-                start = "(" + page[-1][0].decode()
+        found: list[ReconcileItem] = []
+        for partition in range(self.partitions):
+            page = yield from self.queued(partition, "", "+", PAGE)
+            while page:
+                found += page
+                page = yield from self.queued(partition, page[-1].item_id, "+", PAGE)
         return sorted(found, key=lambda item: (item.queued_at, item.item_id))
+
+    def queued(self, partition: int, after: str, until: str, count: int) -> Operation[list[ReconcileItem]]:
+        """A page of a partition's reconciliation queue, in its order: what follows the item `after` ('': its
+        beginning), up to the stream id `until`."""
+        start = "(" + _stream_id(after) if after else "-"
+        replies = yield [Call(("XRANGE", keys.reconcile(self.prefixes[partition]), start, until, "COUNT", count))]
+        return [_read_item(partition, *entry) for entry in as_stream(replies[0])]
+
+    def queue_length(self) -> Operation[int]:
+        """How many events wait for somebody."""
+        yield from self.connect()
+        replies = yield [Call(("XLEN", keys.reconcile(prefix))) for prefix in self.prefixes]
+        return sum(int(answer(reply)) for reply in replies)
+
+    def reconcile_item(self, item_id: str) -> Operation[ReconcileItem | None]:
+        """One item of the queue; None where none of that id waits."""
+        yield from self.connect()
+        stream_id = _stream_id(item_id)
+        partition = int(item_id.partition("-")[0])
+        if partition >= self.partitions:
+            raise InvalidInput("item", "is none of this namespace")
+        replies = yield [Call(("XRANGE", keys.reconcile(self.prefixes[partition]), stream_id, stream_id))]
+        found = [_read_item(partition, *entry) for entry in as_stream(replies[0])]
+        return found[0] if found else None
 
     def counters(self) -> Operation[dict[str, int]]:
         """The namespace's counters, summed over partitions."""
@@ -753,68 +779,14 @@ class Operations:
         return dict(sorted(total.items()))
 
     def health(self) -> Operation[Health]:
-        """How the workers keep up, over all partitions."""
+        """How it goes: see :mod:`accumulator.health`. Raises ServerError where the server can't be asked."""
         yield from self.connect()
-        now = (yield from self.server_time()) // 1000
-        calls = []
-        for prefix in self.prefixes:
-            calls += [
-                Call(("ZCOUNT", keys.timers(prefix), "-inf", now - OVERDUE)),
-                Call(("ZRANGE", keys.timers(prefix), 0, 0, "WITHSCORES")),
-                Call(("ZCARD", keys.outbox(prefix))),
-                Call(("ZRANGE", keys.outbox(prefix), 0, 0, "WITHSCORES")),
-                *(Call(("LRANGE", keys.tenants(prefix, sink), 0, -1)) for sink in SINKS),
-            ]
-        replies = yield calls
-        width = 4 + len(SINKS)
-        rows = [replies[i : i + width] for i in range(0, len(replies), width)]
-
-        def oldest(column: int) -> int:
-            heads = [float(pairs[0][1]) for row in rows if (pairs := as_pairs(row[column]))]
-            return max(0, now - int(min(heads, default=now)))
-
-        def total(column: int) -> int:
-            return sum(int(answer(row[column])) for row in rows)
-
-        lists = [
-            (sink, keys.ready(prefix, sink, tenant.decode()))
-            for prefix, row in zip(self.prefixes, rows, strict=True)
-            for sink, tenants in zip(SINKS, row[4:], strict=True)
-            for tenant in answer(tenants)
-        ]
-        ready = dict.fromkeys(SINKS, 0)
-        if lists:
-            lengths = yield [Call(("LLEN", name)) for _, name in lists]
-            for (sink, _), length in zip(lists, lengths, strict=True):
-                ready[sink] += int(answer(length))
-        late = total(0)
-        return Health(late, oldest(1) if late else 0, total(2), oldest(3), ready)
+        return (yield from read_health(self.namespace, self.prefixes, self._now(), self._ceilings))
 
     def server_warnings(self) -> Operation[list[str]]:
         """What of the server's set-up may lose what it accepted, a sentence each."""
-        replies = yield [Call(("INFO",)), Call(("CONFIG", "GET", "save"))]
-        facts = replies[0]
-        if isinstance(facts, AccumulatorError) or not isinstance(facts, Mapping):
-            return ["the server's set-up can't be read (INFO): it may evict what it accepted, or keep nothing on disk"]
-        if "maxmemory_policy" not in facts:
-            facts = next((node for node in facts.values() if isinstance(node, Mapping)), {})
-        found = []
-        evicts = facts.get("maxmemory_policy", "unknown")
-        if evicts == "unknown":
-            found.append("the server does not tell its maxmemory-policy: all but noeviction drop what it accepted")
-        elif evicts != "noeviction":
-            found.append(f"the server's maxmemory-policy is {evicts}: set noeviction, or it drops what it accepted")
-        if facts.get("role") == "slave":
-            found.append("the server is a replica: nothing can be accepted or closed there")
-        if not int(facts.get("aof_enabled", 0)):
-            saves = replies[1]
-            if isinstance(saves, AccumulatorError) or not as_pairs(saves):
-                found.append("the server keeps no append-only file, and does not tell whether it saves snapshots")
-            elif as_pairs(saves)[0][1]:
-                found.append("the server saves snapshots only: a crash loses what came since (set appendonly yes)")
-            else:
-                found.append("the server keeps nothing on disk: a restart loses everything (set appendonly yes)")
-        return found
+        problems, warnings = yield from read_setup()
+        return problems + warnings
 
     # --- what workers do ---
 
@@ -830,6 +802,20 @@ class Operations:
         reply = answer(replies[0])
         nodes = reply.values() if isinstance(reply, Mapping) else [reply]
         return max(int(seconds) * 1_000_000 + int(micros) for seconds, micros in nodes)
+
+    def now(self) -> Operation[int]:
+        """The instant (ms) that the scripts would take."""
+        return int(self._now() or (yield from self.server_time()) // 1000)
+
+    def beat(self, sign: str) -> Operation[None]:
+        """Gives a worker's sign of life."""
+        yield from self.connect()
+        now = self._now()
+        yield from beat(self.namespace, (yield from self.server_time()) // 1000 if now == "" else int(now), sign)
+
+    def rest(self, sign: str) -> Operation[None]:
+        """Takes a worker's sign of life back: it ends as it should."""
+        yield from end(self.namespace, sign)
 
     def owner(self, window_id: str) -> Operation[str | None]:
         """The bucket key of a manifest; None where there is none of that id."""
@@ -868,6 +854,21 @@ class Operations:
         replies = yield [self._script("take", self.prefixes[partition], sink, count, watch_ms, default, *pairs)]
         flat = answer(replies[0])
         return [Taken(flat[i].decode(), int(flat[i + 1]), flat[i + 2].decode()) for i in range(0, len(flat), 3)]
+
+    def tenants(self, sink: str, partitions: Sequence[int]) -> Operation[list[list[str]]]:
+        """The tenants (at most 1000) that have manifests of a sink ready, for each of these partitions."""
+        yield from self.connect()
+        replies = yield [Call(("LRANGE", keys.tenants(self.prefixes[p], sink), 0, 999)) for p in partitions]
+        return [[tenant.decode() for tenant in answer(reply)] for reply in replies]
+
+    def uses(self, sink: str) -> Operation[bool]:
+        """Whether a flow's latest policy has that sink, or a manifest of it is ready."""
+        yield from self.connect()
+        replies = yield [Call(("HGETALL", keys.meta(self.namespace)))]
+        part = f'"sink":"{sink}"'.encode()
+        if any(name.startswith(b"flow:") and part in policy for name, policy in as_pairs(replies[0])):
+            return True
+        return any((yield from self.waiting(sink)))
 
     def waiting(self, sink: str) -> Operation[list[int]]:
         """How many tenants have manifests of a sink ready, for each partition."""
@@ -935,11 +936,13 @@ class Operations:
         """The ledger of a manifest's effects, by name."""
         yield from self.connect()
         replies = yield [Call(("HGETALL", keys.effects(self.prefix_of_window(window_id), window_id)))]
-        found = []
-        for name, value in as_pairs(replies[0]):
-            state, attempt, at, _, result = value.decode().split(" ", 4)
-            found.append(Effect(name.decode(), state, int(attempt), int(at), result))
-        return sorted(found)
+        return read_effects(replies[0])
+
+    def stage_names(self, window_id: str) -> Operation[list[str]]:
+        """The stages whose results are kept with a manifest, without these."""
+        yield from self.connect()
+        replies = yield [Call(("HKEYS", keys.stages(self.prefix_of_window(window_id), window_id)))]
+        return sorted(name.decode() for name in answer(replies[0]))
 
     def save_stage(self, window_id: str, token: str, stage: str, result: str) -> Operation[bool]:
         """Keeps a stage's result (JSON); False where the token has no say any more."""
@@ -1018,43 +1021,141 @@ class Operations:
         found = [(float(at), window_id.decode()) for reply in replies for window_id, at in as_pairs(reply)]
         return [window_id for _, window_id in sorted(found)]
 
-    def decide(
-        self, window_id: str, decision: str, who: str, why: str, effects: str = ""
-    ) -> Operation[tuple[str, str]]:
-        """A person's decision on a manifest, see lua/decide.lua: ``done``, ``wrong_state`` or ``missing``, and the
-        state it is in."""
+    def waiting_for_people(self, state: str | None = None) -> Operation[list[Waiting]]:
+        """The manifests of :meth:`attention`, in its order; only those in `state`, where it is given."""
+        if state not in (None, *ATTENTION):
+            raise InvalidInput("state", f"must be one of {', '.join(ATTENTION)}")
+        window_ids = yield from self.attention()
+        found: list[Waiting] = []
+        names = ("bucket", "version", "state", "since", "attempt", "error", "steps")
+        for i in range(0, len(window_ids), PAGE):
+            some = [(w, keys.manifest(self.prefix_of_window(w), w)) for w in window_ids[i : i + PAGE]]
+            replies = yield [Call(("HMGET", name, *names)) for _, name in some]
+            rows = [
+                (window_id, name, facts)
+                for (window_id, name), reply in zip(some, replies, strict=True)
+                if (facts := answer(reply))[0] is not None and state in (None, facts[2].decode())
+            ]
+            if rows:
+                causes = yield [Call(("HGET", name, b"step" + facts[6])) for _, name, facts in rows]
+                found += [
+                    Waiting(
+                        window_id, facts[0].decode(), int(facts[1]), facts[2].decode(), int(facts[3]),
+                        answer(cause).decode().split(" ", 3)[3], facts[5].decode() if facts[5] else None,
+                        int(facts[4] or 0),
+                    )
+                    for (window_id, _, facts), cause in zip(rows, causes, strict=True)
+                ]  # fmt: skip
+        return found
+
+    def decide(self, window_id: str, decision: str, who: str, why: str, effects: str = "") -> Operation[Decided]:
+        """A person's decision on a manifest, see lua/decide.lua."""
         _person(who, why)
+        _choice("decision", decision, DECISIONS)
+        _choice("effects", effects, ("", "done", "not_done"))
         yield from self.connect()
         prefix = self.prefix_of_window(window_id)
         replies = yield [self._script("decide", prefix, window_id, decision, who, why, effects)]
         told, state = answer(replies[0])
-        return told.decode(), state.decode()
+        return Decided(told.decode(), state.decode())
 
-    def resolve(self, item: ReconcileItem, decision: str, who: str, why: str) -> Operation[Receipt | None]:
-        """Takes an event out of the reconciliation queue: ``accept`` (into the bucket's next window; its receipt) or
-        ``discard``. None where the item is not there any more, or is discarded."""
+    def resolve(self, item: ReconcileItem | str, decision: str, who: str, why: str) -> Operation[Resolved]:
+        """Takes an event out of the reconciliation queue, given the item or its id: ``accept`` (into the bucket's next
+        window) or ``discard``."""
         _person(who, why)
+        _choice("decision", decision, RESOLUTIONS)
         yield from self.connect()
+        if isinstance(item, str):
+            found = yield from self.reconcile_item(item)
+            if found is None:
+                return Resolved(item, "missing")
+            item = found
         event = item.event
         replies = yield [
             self._script(
-                "resolve", self.prefix_of(event.bucket_key), self._nonce(6), "", "", item.item_id, decision, who, why,
-                event.bucket_key, *event.packed[:4],
+                "resolve", self.prefix_of(event.bucket_key), self._nonce(6), "", "", _stream_id(item.item_id), decision,
+                who, why, event.bucket_key, *event.packed[:4],
             )
         ]  # fmt: skip
-        _, text = answer(replies[0])
-        return _receipt(event, event.bucket_key, text) if text else None
+        told, text = answer(replies[0])
+        if told != b"done":
+            return Resolved(item.item_id, "missing")
+        receipt = _receipt(event, event.bucket_key, text) if text else None
+        return Resolved(item.item_id, RESOLUTIONS[decision], receipt)
+
+    def resolve_where(
+        self,
+        decision: str,
+        who: str,
+        why: str,
+        code: str | None = None,
+        tenant: str | None = None,
+        flow: str | None = None,
+        older_than: int = 0,
+    ) -> Operation[dict[str, int]]:
+        """The same for all items that wait when it begins and match every filter given, `older_than` in ms: outcome →
+        how many. Not atomic."""
+        _person(who, why)
+        _choice("decision", decision, RESOLUTIONS)
+        if code is None and tenant is None and flow is None and not older_than:
+            raise InvalidInput("filter", "is missing: name a code, a tenant, a flow or an age")
+        yield from self.connect()
+        now = yield from self.now()
+        counts = dict.fromkeys([RESOLUTIONS[decision], "missing"], 0)
+        for partition, prefix in enumerate(self.prefixes):
+            replies = yield [Call(("XREVRANGE", keys.reconcile(prefix), "+", "-", "COUNT", 1))]
+            for last, _ in as_stream(replies[0]):
+                page = yield from self.queued(partition, "", last.decode(), 100)
+                while page:
+                    for item in page:
+                        if (
+                            code in (None, item.code)
+                            and tenant in (None, item.event.tenant)
+                            and flow in (None, item.event.flow)
+                            and item.queued_at + older_than <= now
+                        ):
+                            counts[(yield from self.resolve(item, decision, who, why)).outcome] += 1
+                    page = yield from self.queued(partition, page[-1].item_id, last.decode(), 100)
+        return counts
 
 
 def _record(manifest: Manifest) -> list[Any]:
     """A manifest's record, as lua/manifest.lua's write_record reads it."""
     entries = [
-        f"{e.content_digest} {e.received_at} {('l' * e.late + 'r' * e.revised) or '-'} "
+        f"{e.content_digest} {e.received_at} {('l' * e.late + 'r' * e.revised + 'q' * e.reconciled) or '-'} "
         f"{len(e.event_id.encode())} {e.event_id}{e.ref or ''}"
         for e in manifest.record
     ]
     retracted = manifest.retracted_event_ids
     return [manifest.digest, manifest.anomaly or "", len(retracted), *retracted, *entries]
+
+
+def _stream_id(item_id: str) -> str:
+    """The id in its partition's queue of an item: what follows ``<partition>-``."""
+    parts = str(item_id).split("-")
+    if len(parts) != 3 or not all(part.isascii() and part.isdigit() and len(part) <= 20 for part in parts):
+        raise InvalidInput("item", "is no id of a reconciliation item")
+    return f"{parts[1]}-{parts[2]}"
+
+
+def _read_item(partition: int, stream_id: bytes, pairs: Sequence[tuple[bytes, bytes]]) -> ReconcileItem:
+    fields = dict(pairs)
+    event, _, _ = Event.from_stored(fields[b"event_id"], fields[b"bucket_key"].decode(), fields[b"envelope"])
+    return ReconcileItem(
+        f"{partition}-{stream_id.decode()}",
+        int(fields[b"at"]),
+        fields[b"code"].decode(),
+        event,
+        fields[b"digest"].decode(),
+        tuple(fields[b"known"].decode().split()),
+        int(fields.get(b"window", 0)),
+        fields.get(b"why", b"").decode(),
+    )
+
+
+def _choice(field: str, value: str, choices: Iterable[str]) -> None:
+    if value not in choices:
+        raise InvalidInput(field, f"must be one of {', '.join(filter(None, choices))}")
 
 
 def _person(who: object, why: object) -> None:
@@ -1065,23 +1166,46 @@ def _person(who: object, why: object) -> None:
             raise InvalidInput(field, "must not contain control characters")
 
 
+def read_effects(reply: Reply) -> list[Effect]:
+    """The entries of the hash ``effects:<window_id>``, by name."""
+    found = []
+    for name, value in as_pairs(reply):
+        state, attempt, at, _, result = value.decode().split(" ", 4)
+        found.append(Effect(name.decode(), state, int(attempt), int(at), result))
+    return sorted(found)
+
+
 def _read_tick(reply: Reply) -> Tick:
     handled, next_due, closed, orphans, failure, now = answer(reply)
     due = int(float(next_due))
     return Tick(int(handled), None if due < 0 else due, int(closed), int(orphans), failure.decode() or None, int(now))
 
 
-def _read_group(group: _Group, reply: Reply, receipts: list[Receipt | None]) -> None:
-    key = group.key
+def _read_group(
+    key: str, indices: Sequence[int], events: Sequence[Event], reply: Reply, receipts: list[Receipt | None]
+) -> None:
     if reply[0] == b"+":
-        window_id, version, position = reply[1].decode(), int(reply[2]), int(reply[3])
-        accepted = Outcome.ACCEPTED
-        for i, event in zip(group.indices, group.events, strict=True):
-            receipts[i] = Receipt(accepted, event.event_id, key, window_id, version, position)
-            position += 1
+        window_id, version = reply[1].decode(), int(reply[2])
+        for position, i in enumerate(indices, int(reply[3])):
+            receipts[i] = Receipt(Outcome.ACCEPTED, events[i].event_id, key, window_id, version, position)
         return
-    for i, event, text in zip(group.indices, group.events, reply[1:], strict=True):
-        receipts[i] = _receipt(event, key, text)
+    for i, text in zip(indices, reply[1:], strict=True):
+        letter, window_id, version, position, late, reason, code, *closed = text.decode().split(" ")
+        if letter not in _OUTCOMES:
+            raise InternalError(f"accept answers with an unknown outcome {letter!r}")
+        receipts[i] = Receipt(
+            _OUTCOMES[letter],
+            events[i].event_id,
+            key,
+            None if window_id == "-" else window_id,
+            int(version) or None,
+            int(position) or None,
+            late == "1",
+            None if reason == "-" else reason,
+            None if code == "-" else code,
+            letter == "k",
+            _closed(text.encode() for text in closed),
+        )
 
 
 def _receipt(event: Event, bucket_key: str, text: bytes) -> Receipt:

@@ -26,13 +26,18 @@ _LONGEST_PAUSE: Final = 2.0
 
 
 class Trouble:
-    """A burst of failures: pauses that double, one line in the log when it begins and one when it is over."""
+    """A burst of failures: pauses that double, one line in the log when it begins, and one when it has been over for a
+    second."""
+
+    CALM: Final = 1.0
 
     def __init__(self, log: Any) -> None:
         self._log = log
         self._lock = threading.Lock()
         self._failures = 0
+        self._in_row = 0
         self._since = 0.0
+        self._well_since: float | None = None
 
     def met(self, problem: BaseException) -> float:
         """Counts a failure; the pause (s) before the next try."""
@@ -41,16 +46,23 @@ class Trouble:
                 self._since = monotonic()
                 self._log.warning("trouble", problem=type(problem).__name__, detail=_detail(problem))
             self._failures += 1
-            return min(_LONGEST_PAUSE, _FIRST_PAUSE * (1 << min(self._failures - 1, 10)))
+            self._in_row += 1
+            self._well_since = None
+            return min(_LONGEST_PAUSE, _FIRST_PAUSE * (1 << min(self._in_row - 1, 10)))
 
     def over(self) -> None:
-        """It went well."""
+        """It went well, this time."""
         if not self._failures:
             return
         with self._lock:
-            if self._failures:
-                self._log.info("recovered", failures=self._failures, seconds=round(monotonic() - self._since, 1))
-                self._failures = 0
+            now = monotonic()
+            self._in_row = 0
+            if self._well_since is None:
+                self._well_since = now
+            elif self._failures and now - self._well_since >= self.CALM:
+                seconds = round(self._well_since - self._since, 1)
+                self._log.info("recovered", failures=self._failures, seconds=seconds)
+                self._failures, self._well_since = 0, None
 
 
 def _detail(problem: BaseException) -> str:

@@ -147,8 +147,12 @@ class Attempt:
             self._ended = True
         if cause == "Stopped" or self._handler is None:
             return self._settle(Ending("returned", cause, 1_000), by_other=True)
-        failures = self._group[-1].failures + 1
-        return self._settle(Ending("failed", cause, self._handler.delay(failures)), by_other=True)
+        ending = Ending("failed", cause, self._handler.delay(self._failures() + 1))
+        return self._settle(ending, by_other=True)
+
+    def _failures(self) -> int:
+        """Failed attempts before this one."""
+        return self._group[-1].failures if self._group else 0
 
     def _settle(self, ending: Ending, by_other: bool = False) -> str | None:
         with self._lock:
@@ -192,8 +196,10 @@ class Attempt:
         if ending.name == "confirmed":
             self._log.debug("confirmed")
         else:
-            tell = self._log.error if ending.name == "dead" else self._log.warning
-            tell(ending.name, cause=ending.cause, where=ending.where, delay_ms=ending.delay)
+            last = self._handler is not None and self._failures() + 1 >= self._handler.max_attempts
+            name = "dead" if ending.name == "failed" and last else ending.name
+            tell = self._log.error if name == "dead" else self._log.warning
+            tell(name, cause=ending.cause, where=ending.where, delay_ms=0 if name == "dead" else ending.delay)
         return ending.name
 
 

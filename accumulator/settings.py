@@ -5,10 +5,11 @@ The library takes values; only the workers and the command line make these two.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
 import yaml
@@ -17,19 +18,24 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from accumulator.errors import InvalidSettings
 from accumulator.keys import MAX_PARTITIONS, check_namespace
-from accumulator.policy import Policy, broken, duration_option, first_problem, shown, whole_number
+from accumulator.policy import Policy, broken, duration_option, first_problem, flow_problem, shown, whole_number
 
-__all__ = ["MAX_CONFIG_BYTES", "Config", "Settings", "find_config", "load_yaml"]
+__all__ = ["MAX_CONFIG_BYTES", "Config", "RqServer", "RqSink", "Settings", "WebhookSink", "find_config", "load_yaml"]
 
 MAX_CONFIG_BYTES: Final = 1024 * 1024
 MAX_HANDLERS: Final = 100
 MAX_FLOWS: Final = 1000
 MAX_CEILING: Final = 1_000_000_000
+MAX_TENANTS: Final = 10_000
 MAX_TIMEOUT_MS: Final = 3_600_000
+DEFAULT: Final = "default"
+"""Stands for every flow, or tenant, that has no entry of its own."""
 # YAML's merge keys may multiply what a file holds without end; a configuration never comes near this.
 MAX_MERGED: Final = 100_000
 
 _DIGITS: Final = re.compile(r"[0-9]{1,9}")
+_QUEUE: Final = re.compile(r"[A-Za-z0-9_.-]{1,100}")
+_VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
 
 
 # Fields
@@ -96,6 +102,51 @@ def _modules(value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _queue(value: object) -> str:
+    if not isinstance(value, str) or not _QUEUE.fullmatch(value):
+        raise broken(f"must be 1 to 100 of A-Z, a-z, 0-9, '_', '.' and '-', not {shown(value)}")
+    return value
+
+
+def _endpoint(value: object) -> str:
+    """A URL of which nothing is shown: its path may be a secret."""
+    if not isinstance(value, str):
+        raise broken("must be text")
+    try:
+        parts = urlsplit(value)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        raise broken("can't be read as a URL") from None
+    if parts.scheme not in ("http", "https") or not host or port == 0:
+        raise broken("must begin with http:// or https:// and name a host")
+    if "@" in parts.netloc:
+        raise broken("must hold no user or password: the signature says who sends")
+    if parts.fragment or not value.isascii() or not value.isprintable() or " " in value:
+        raise broken("must be ASCII without spaces and fragment, the rest percent-encoded")
+    return value
+
+
+def _variable(value: object) -> str:
+    if not isinstance(value, str) or not _VARIABLE.fullmatch(value):
+        raise broken("must be the name of an environment variable")
+    return value
+
+
+def _limits(value: object) -> dict[str, int]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        return {DEFAULT: whole_number(value, 1, MAX_CEILING)}
+    if len(value) > MAX_TENANTS:
+        raise broken(f"must name at most {MAX_TENANTS} tenants")
+    for tenant, limit in value.items():
+        if not isinstance(tenant, str) or not tenant or ":" in tenant or len(tenant.encode(errors="replace")) > 512:
+            raise broken(f"must name tenants as they stand in a bucket key, not {shown(tenant)}")
+        if type(limit) is not int or not 1 <= limit <= MAX_CEILING:
+            raise broken(f"must give {shown(tenant)} a whole number from 1 to {MAX_CEILING}, not {shown(limit)}")
+    return dict(value)
+
+
 # The environment
 
 
@@ -115,6 +166,9 @@ class Settings(BaseSettings):
 
     redis_url: Annotated[SecretStr, AfterValidator(_redis_url)] = Field(
         SecretStr("redis://127.0.0.1:6379/0"), description="the server, as redis-py writes it"
+    )
+    rq_url: Annotated[SecretStr, AfterValidator(_redis_url)] | None = Field(
+        None, description="RQ's server, where it is another one"
     )
     namespace: Annotated[str, AfterValidator(check_namespace)] = Field(
         "acc", description="prefix of every key: 1 to 32 of a-z, 0-9, _ and -"
@@ -155,9 +209,14 @@ class Settings(BaseSettings):
         parts = urlsplit(self.url)
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
+    @property
+    def rq_server(self) -> str:
+        """The URL of RQ's server with its password; ours where it has none of its own."""
+        return self.url if self.rq_url is None else self.rq_url.get_secret_value()
+
     def with_config(self, config: Config) -> Self:
-        """These settings, with the namespace and partitions of `config` where the environment names none."""
-        wanted = {"namespace": config.namespace, "partitions": config.partitions}
+        """These settings, with namespace, partitions and RQ's server of `config` where the environment names none."""
+        wanted = {"namespace": config.namespace, "partitions": config.partitions, "rq_url": config.rq.url}
         return self.model_copy(
             update={k: v for k, v in wanted.items() if v is not None and k not in self.model_fields_set}
         )
@@ -166,10 +225,121 @@ class Settings(BaseSettings):
 # The configuration file
 
 
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+
+P = TypeVar("P", bound=_Part)
+
+
+class RqServer(_Part):
+    """Where RQ's queues are: `url` is its own server, never shown; `queue` the one of flows that name none."""
+
+    url: Annotated[SecretStr, AfterValidator(_redis_url)] | None = None
+    queue: Annotated[str, BeforeValidator(_queue)] = "accumulator"
+
+
+class RqSink(_Part):
+    """How a flow's manifests become RQ jobs: in which `queue` (None: RqServer's), and how long (ms) RQ keeps the result
+    of a job, which is None, and a job that could not even begin."""
+
+    queue: Annotated[str, BeforeValidator(_queue)] | None = None
+    result_ttl: Annotated[int, BeforeValidator(lambda value: duration_option(value, zero=True))] = 0
+    failure_ttl: Annotated[int, BeforeValidator(duration_option)] = 86_400_000
+
+
+class WebhookSink(_Part):
+    """Where a flow's manifests are posted to. `secret_env` names the environment variable whose text signs them;
+    `timeout` is in ms; `private` allows addresses that are not public."""
+
+    url: Annotated[str, BeforeValidator(_endpoint)] = Field(repr=False)
+    secret_env: Annotated[str, BeforeValidator(_variable)]
+    timeout: Annotated[int, BeforeValidator(_timeout)] = 10_000
+    private: bool = Field(False, strict=True)
+
+    def secret(self) -> str:
+        """What the environment holds. Raises InvalidSettings where that is nothing."""
+        found = os.environ.get(self.secret_env)  # noqa: TID251
+        if not found:
+            raise InvalidSettings("secret_env", f"names {self.secret_env}, which is not set in the environment")
+        return found
+
+
+_KINDS: Final[dict[str, type[RqSink | WebhookSink]]] = {"rq": RqSink, "webhook": WebhookSink}
+
+
+def _part(model: type[P], values: object, where: str) -> P:
+    """A part of the configuration; InvalidSettings names its field as ``where.option``."""
+    if isinstance(values, model):
+        return values
+    if not isinstance(values, Mapping):
+        raise InvalidSettings(where, f"must be a mapping, not {shown(values)}")
+    odd = next((name for name in values if not isinstance(name, str)), None)
+    if odd is not None:
+        raise InvalidSettings(f"{where}.{shown(odd)}", "is unknown")
+    try:
+        return model(**values)
+    except ValidationError as error:
+        field, rule = first_problem(error, model.model_fields)
+    raise InvalidSettings(f"{where}.{field}", rule)
+
+
+def _sinks(values: object, policies: Mapping[str, Policy]) -> dict[str, RqSink | WebhookSink]:
+    """Flow → its sink's options. What contradicts the policies of the same file is refused."""
+    if values is None:
+        values = {}
+    if not isinstance(values, Mapping):
+        raise InvalidSettings("sinks", f"must map flows to options of their sinks, and is {shown(values)}")
+    if len(values) > MAX_FLOWS:
+        raise InvalidSettings("sinks", f"must hold at most {MAX_FLOWS} flows")
+    found: dict[str, RqSink | WebhookSink] = {}
+    for flow, options in values.items():
+        problem = flow_problem(flow)
+        if problem is not None:
+            raise InvalidSettings("sinks", f"{shown(flow)} {problem}")
+        found[flow] = _sink(f"sinks.{flow}", options, policies.get(flow))
+    for flow, policy in policies.items():
+        if policy.sink != "webhook":
+            continue
+        if not isinstance(found.get(flow, found.get(DEFAULT)), WebhookSink):
+            raise InvalidSettings(
+                f"sinks.{flow}", "is missing: the policy's sink is webhook, which needs url and secret_env"
+            )
+        if policy.requery_kinds:
+            raise InvalidSettings(
+                f"sinks.{flow}", "contradicts the policy's requery_kinds: a webhook loads no official state"
+            )
+    return found
+
+
+def _sink(where: str, options: object, policy: Policy | None) -> RqSink | WebhookSink:
+    if isinstance(options, RqSink | WebhookSink):
+        kinds = ["rq" if isinstance(options, RqSink) else "webhook"]
+    else:
+        names = set(options) if isinstance(options, Mapping) else set()
+        kinds = [kind for kind, model in _KINDS.items() if names & set(model.model_fields)]
+    if len(kinds) > 1:
+        raise InvalidSettings(where, "mixes options of the sinks rq and webhook")
+    sink = policy.sink if policy is not None else None
+    if sink is not None and sink not in _KINDS:
+        raise InvalidSettings(where, f"must go: the policy's sink is {sink}, which has no options")
+    if kinds and sink not in (None, kinds[0]):
+        raise InvalidSettings(where, f"has options of the sink {kinds[0]}, and the policy's sink is {sink}")
+    kind = kinds[0] if kinds else sink
+    if kind is None and isinstance(options, Mapping):
+        known = sorted({name for model in _KINDS.values() for name in model.model_fields})
+        odd = next(iter(options), None)
+        field = where if odd is None else f"{where}.{odd}"
+        raise InvalidSettings(field, f"{'is empty' if odd is None else 'is unknown'}: there are {', '.join(known)}")
+    return _part(_KINDS[kind or "rq"], options, where)
+
+
 class Config(BaseModel):
     """What the configuration file says. Raises InvalidSettings, or InvalidPolicy for what a policy says.
 
-    ``policies`` maps each flow, as it stands in a bucket key, or ``default``, to its policy.
+    ``policies`` maps each flow, as it stands in a bucket key, or ``default``, to its policy; ``sinks`` likewise to the
+    options of its sink. ``max_in_flight`` maps tenants, as they stand in a bucket key, to how many of their manifests
+    may be dispatched or processing at a time, ``default`` standing for all others; none means no limit.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
@@ -184,6 +354,11 @@ class Config(BaseModel):
         (), description="modules that register handlers when they are imported"
     )
     policies: dict[str, Policy] = Field({}, description="flow → policy")
+    sinks: dict[str, RqSink | WebhookSink] = Field({}, description="flow → options of its sink")
+    rq: RqServer = Field(RqServer(), description="RQ's server and usual queue")
+    max_in_flight: Annotated[dict[str, int], BeforeValidator(_limits)] = Field(
+        {}, description="how many manifests of a tenant may be dispatched or processing: a number, or tenant → number"
+    )
     max_unsettled: Annotated[int, BeforeValidator(_ceiling)] = Field(
         1_000_000, description="manifests that may be unsettled before new events are refused"
     )
@@ -200,8 +375,14 @@ class Config(BaseModel):
         if len(policies) > MAX_FLOWS:
             raise InvalidSettings("policies", f"must hold at most {MAX_FLOWS} flows")
         read = {f: p if isinstance(p, Policy) else Policy.load(f, p) for f, p in policies.items()}
+        rq = values.get("rq")
+        parts = {
+            "policies": read,
+            "sinks": _sinks(values.get("sinks"), read),
+            "rq": RqServer() if rq is None else _part(RqServer, rq, "rq"),
+        }
         try:
-            super().__init__(**(values | {"policies": read}))
+            super().__init__(**(values | parts))
             return
         except ValidationError as error:
             field, rule = first_problem(error, type(self).model_fields)
@@ -225,6 +406,22 @@ class Config(BaseModel):
         if odd is not None:
             raise InvalidSettings(shown(odd), "is unknown")
         return cls(**values)
+
+    def rq_sink(self, flow: str) -> RqSink:
+        """The options of a flow whose sink is `rq`."""
+        found = self.sinks.get(flow, self.sinks.get(DEFAULT))
+        return found if isinstance(found, RqSink) else RqSink()
+
+    @property
+    def webhooks(self) -> dict[str, WebhookSink]:
+        """Flow, or ``default`` → where its manifests are posted to."""
+        return {flow: sink for flow, sink in self.sinks.items() if isinstance(sink, WebhookSink)}
+
+    @property
+    def queues(self) -> tuple[str, ...]:
+        """The RQ queues that are used, the usual one first."""
+        own = {sink.queue for sink in self.sinks.values() if isinstance(sink, RqSink) and sink.queue is not None}
+        return (self.rq.queue, *sorted(own - {self.rq.queue}))
 
 
 def find_config(settings: Settings, given: Path | None = None) -> Config | None:

@@ -47,10 +47,15 @@ _REFUSALS = (
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One command, or one script with its first key and arguments."""
+    """One command, or one script with its first key and arguments.
+
+    `also` names keys that the script derives and that may be absent: declared on a cluster, they make the server refuse
+    the call while their slot moves and some of them are on the other node.
+    """
 
     args: tuple[Any, ...]
     script: Script | None = None
+    also: tuple[str, ...] = ()
 
     @classmethod
     def run(cls, name: str, key: str, *args: Any) -> Call:
@@ -81,9 +86,13 @@ def translate(error: BaseException) -> AccumulatorError:
         return ServerUnavailable("no answer from the server in time")
     if isinstance(error, faults.ConnectionError | OSError):
         return ServerUnavailable(f"the server can't be reached: {text[:200]}")
+    if isinstance(error, faults.ClusterError):
+        return ServerRefused("CLUSTERDOWN", "the cluster does not find a node for it, or a slot is moving")
     if isinstance(error, faults.ResponseError):
         if code == "NOPOLICY":
             return UnknownFlow(text.partition(" ")[2].split(" ")[0])
+        if "non local key" in text:
+            return ServerRefused("TRYAGAIN", "a slot of the cluster is moving")
         for refusal in _REFUSALS:
             if code == refusal or f"-{refusal} " in text:
                 return ServerRefused(refusal, "the server refuses for now")
@@ -108,9 +117,14 @@ class _Wire:
     def command(self, call: Call, whole: bool = False) -> tuple[Any, ...]:
         if call.script is None:
             return call.args
+        name: tuple[str, str]
         if whole:
-            return ("EVAL", call.script.plain if self.plain else call.script.source, 1, *call.args)
-        return ("EVALSHA", call.script.plain_sha if self.plain else call.script.sha, 1, *call.args)
+            name = ("EVAL", call.script.plain if self.plain else call.script.source)
+        else:
+            name = ("EVALSHA", call.script.plain_sha if self.plain else call.script.sha)
+        if call.also:
+            return (*name, 1 + len(call.also), call.args[0], *call.also, *call.args[1:])
+        return (*name, 1, *call.args)
 
 
 Commands = Sequence[tuple[Any, ...]]
@@ -150,6 +164,7 @@ class Store:
         check_client(client, (redis.Redis, redis.RedisCluster))
         self.client = client
         self._wire = _Wire(client)
+        self.cluster = self._wire.cluster
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> Store:
@@ -257,6 +272,7 @@ class AsyncStore:
         check_client(client, (redis.asyncio.Redis, redis.asyncio.RedisCluster))
         self.client = client
         self._wire = _Wire(client)
+        self.cluster = self._wire.cluster
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> AsyncStore:

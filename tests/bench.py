@@ -11,39 +11,43 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import multiprocessing
 import os
 import random
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
-from itertools import islice
+from itertools import count, islice
 from typing import Any, Final, NamedTuple
 
 import redis
 import rq
 
 from accumulator.client import Accumulator
+from accumulator.closer import Closer
 from accumulator.embedded import EmbeddedServer, ServerBinary, find_servers, wheel_server
 from accumulator.envelope import Event
 from accumulator.operations import Outcome
 
 BUCKETS: Final = 1000
 ENTRY_BYTES: Final = 300
-ALL_AT_ONCE: Final = 1000
-"""Events in a `push_many` or a pipeline of a client row."""
-
+Events = list[dict[str, Any]]
+Entries = list[tuple[str, bytes]]
+"""What is sent without us: stream and envelope."""
 POLICIES: Final[dict[str, dict[str, Any]]] = {
     "stay": {"inactivity": "1h", "max_age": "2h", "max_events": 100_000},
     "soon": {"inactivity": "1ms"},
+    "brief": {"inactivity": "200ms"},
 }
-"""Windows of flow `stay` outlast every row; those of `soon` are due at once."""
+"""Windows of flow `stay` outlast every row; those of `soon` are due at once; those of `brief` when a worker sleeps."""
 
-_ids = iter(range(sys.maxsize))
+_ids = count()
 _random = random.Random(1)
 
 
@@ -51,17 +55,20 @@ def bucket(number: int, flow: str = "stay") -> str:
     return f"tenant:{flow}:{number:06d}"
 
 
+def anywhere(_: object = None) -> str:
+    return bucket(_random.randrange(BUCKETS))
+
+
 def fields(key: str) -> dict[str, Any]:
     """A new event whose stored envelope has ENTRY_BYTES."""
     number = next(_ids)
-    payload = {"order": 10_000_000 + number, "sku": "AB-1234", "amount": 12.5, "note": _NOTE}
     return {
-        "event_id": f"event-{number:010d}",
+        "event_id": f"{os.getpid()}-{number:010d}",
         "bucket_key": key,
         "kind": "item_added",
         "occurred_at": _OCCURRED,
         "source": "shop",
-        "payload": payload,
+        "payload": {"order": 10_000_000 + number, "sku": "AB-1234", "amount": 12.5, "note": _NOTE},
     }
 
 
@@ -74,45 +81,36 @@ _NOTE = "x" * 100
 _NOTE += "x" * (ENTRY_BYTES - len(envelope(fields(bucket(0)))))
 
 
-class Figure(NamedTuple):
-    """What a row found. `value` stands in the column that has a target."""
+Batch = tuple[Sequence[bytes], int]
+"""Commands that go in one write, encoded before the clock runs, and how many they are."""
 
+
+class Figure(NamedTuple):
     value: float
     detail: str
 
 
-class Batch(NamedTuple):
-    """Commands that go in one write, encoded before the clock runs."""
-
-    data: Sequence[bytes]
-    commands: int
-
-
 class Bench:
-    """One server with what talks to it; `scale` shrinks every row."""
+    """One server with what talks to it. `scale` shrinks every row; `crowd_size` windows are open where many are."""
 
-    def __init__(self, binary: ServerBinary, scale: float, crowd: int, stack: ExitStack) -> None:
-        self.scale = scale
-        self.crowd_size = crowd
-        self._stack = stack
+    def __init__(self, binary: ServerBinary, scale: float, crowd_size: int, stack: ExitStack) -> None:
+        self.binary, self.scale, self.crowd_size, self._stack = binary, scale, crowd_size, stack
         self._crowds: dict[int, Bench] = {}
-        self.binary = binary
         self.server = stack.enter_context(EmbeddedServer(binary=binary))
         self.client = stack.enter_context(redis.Redis.from_url(self.server.url, protocol=2))
         self.connection = self.client.connection_pool.get_connection()
         self.accumulator = stack.enter_context(Accumulator(self.server.url))
 
-    def many(self, count: int, least: int = 1) -> int:
-        return max(least, int(count * self.scale))
+    def many(self, number: int, least: int = 1) -> int:
+        return max(least, int(number * self.scale))
 
     def fresh(self, partitions: int = 64, opened: int = BUCKETS) -> Accumulator:
         """An empty server and a namespace in which `opened` windows are open (and the scripts loaded)."""
         self.client.flushall()
-        made = Accumulator(self.server.url, partitions=partitions)
-        self.accumulator = self._stack.enter_context(made)
+        made = self.accumulator = self._stack.enter_context(Accumulator(self.server.url, partitions=partitions))
         for flow, policy in POLICIES.items():
             made.load_policy(flow, policy)
-        self.push(bucket(n) for n in range(opened))
+        self.push(map(bucket, range(opened)))
         return made
 
     def push(self, keys: Iterator[str]) -> None:
@@ -127,66 +125,60 @@ class Bench:
             found.fresh(opened=windows)
         return self._crowds[windows]
 
-    # --- the server's side
-
     def encode(self, commands: Sequence[tuple[Any, ...]], at_once: int) -> list[Batch]:
         parts = [commands[i : i + at_once] for i in range(0, len(commands), at_once)]
-        return [Batch(self.connection.pack_commands(part), len(part)) for part in parts]
+        return [(self.connection.pack_commands(part), len(part)) for part in parts]
 
     def accepts(self, calls: Sequence[Sequence[str]], at_once: int) -> list[Batch]:
         """Accept calls as the client makes them, one for each list of bucket keys (of one partition)."""
         commands = []
         for keys in calls:
-            for call in next(self.accumulator.operations.push_many([Event.of(fields(key)) for key in keys])):
-                assert call.script is not None
-                commands.append(("EVALSHA", call.script.sha, 1, *call.args))
+            operation = self.accumulator.operations.push_many([Event.of(fields(key)) for key in keys])
+            asked = next(operation)
+            while asked[0].script is None:  # what the client looks up now and then
+                asked = operation.send([self.client.execute_command(*call.args) for call in asked])
+            commands += [("EVALSHA", call.script.sha, 1, *call.args) for call in asked if call.script]
         return self.encode(commands, at_once)
 
     def xadds(self, calls: Sequence[Sequence[str]]) -> list[Batch]:
-        return self.encode(
-            [("XADD", f"bare:{key}", "*", "e", envelope(fields(key))) for keys in calls for key in keys], 100
-        )
+        entries = [("XADD", f"bare:{key}", "*", "e", envelope(fields(key))) for keys in calls for key in keys]
+        return self.encode(entries, 100)
 
-    def cpu(self, batches: Sequence[Batch]) -> float:
-        """Seconds of the server's main thread that these take."""
-        before = self._spent()
-        for batch in batches:
-            self.connection.send_packed_command(batch.data, check_health=False)
-            for _ in range(batch.commands):
-                self.connection.read_response()
-        return self._spent() - before
-
-    def _spent(self) -> float:
+    def spent(self) -> float:
+        """Seconds of CPU that the server's main thread has used so far."""
         info: dict[str, Any] = self.client.info("cpu")
         return float(info["used_cpu_user_main_thread"] + info["used_cpu_sys_main_thread"])
+
+    def cpu(self, batches: Sequence[Batch]) -> float:
+        """Seconds of the server that these take."""
+        before = self.spent()
+        for data, commands in batches:
+            self.connection.send_packed_command(data, check_health=False)
+            for _ in range(commands):
+                self.connection.read_response()
+        return self.spent() - before
 
     def close_due(self, limit: int = 100) -> list[tuple[int, float]]:
         """Closes what is due as a worker does: windows closed and seconds, for each round over all partitions."""
         operations = self.accumulator.operations
         rounds: list[tuple[int, float]] = []
-        partitions = range(operations.partitions)
-        while True:
+        while not rounds or rounds[-1][0]:
             begun = time.perf_counter()
-            ticks = self.accumulator.store.perform(operations.tick_all(partitions, limit))
+            ticks = self.accumulator.store.perform(operations.tick_all(range(operations.partitions), limit))
             took = time.perf_counter() - begun
-            closed = 0
-            for tick in ticks:
-                assert not isinstance(tick, Exception)
-                closed += tick.closed
-            if not closed:
-                return rounds
-            rounds.append((closed, took))
+            rounds.append((sum(0 if isinstance(tick, Exception) else tick.closed for tick in ticks), took))
+        return rounds[:-1]
 
     def used_memory(self) -> int:
         info: dict[str, Any] = self.client.info("memory")
         return int(info["used_memory"])
 
 
-def compare(pairs: Iterator[tuple[float, float]], events: int, what: str) -> Figure:
-    """Theirs over ours, of (ours, theirs) seconds for `events` each."""
-    found = list(pairs)
-    ours, theirs = (statistics.median(column) / events * 1e6 for column in zip(*found, strict=True))
-    return Figure(statistics.median(b / a for a, b in found), f"{ours:.2f} µs {what}, {theirs:.2f} without us")
+def compare(chunk: Callable[[int], tuple[float, float]], chunks: int, each: int, what: str, other: str) -> Figure:
+    """Theirs over ours: `chunk` gives the seconds of (ours, theirs) for `each` events; its first run does not count."""
+    found = [chunk(n) for n in range(chunks + 1)][1:]
+    ours, theirs = (statistics.median(column) / each * 1e6 for column in zip(*found, strict=True))
+    return Figure(statistics.median(b / a for a, b in found), f"{ours:.2f} µs {what}, {theirs:.2f} {other}")
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -195,11 +187,165 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-# --- the rows -------------------------------------------------------------------------------------
+# --- what the rows measure ------------------------------------------------------------------------
+
+
+def accept(bench: Bench, size: int, draw: Callable[[int], str], same: bool = False) -> Figure:
+    """Server CPU of accept calls of `size` events each, against bare XADD. `draw(n)` names the bucket of each call
+    where it is the `same` for all of its events, else of each event."""
+    bench.fresh(partitions=1)
+    events, numbers = max(size, 1000), count()
+
+    def chunk(_: int) -> tuple[float, float]:
+        calls = [
+            [draw(next(numbers))] * size if same else [draw(next(numbers)) for _ in range(size)]
+            for _ in range(events // size)
+        ]
+        return bench.cpu(bench.accepts(calls, max(1, min(100, 1000 // size)))), bench.cpu(bench.xadds(calls))
+
+    found = compare(chunk, bench.many(32), events, "of server CPU", "without us")
+    assert "duplicates" not in bench.accumulator.counters()
+    return found
+
+
+def client(
+    bench: Bench,
+    ours: Callable[[Accumulator, Events], object],
+    theirs: Callable[[redis.Redis, Entries], object],
+    size: int = 1000,
+    draw: Callable[[int], str] = anywhere,
+) -> Figure:
+    """Wall time of `size` events, given as mappings and checked by us, to buckets that `draw(chunk)` names for each."""
+    accumulator = bench.fresh()
+
+    def chunk(number: int) -> tuple[float, float]:
+        events = [fields(draw(number)) for _ in range(size)]
+        entries = [(f"bare:{event['bucket_key']}", envelope(event)) for event in events]
+        return timed(lambda: ours(accumulator, events)), timed(lambda: theirs(bench.client, entries))
+
+    return compare(chunk, bench.many(20 if size > 100 else 40), size, "an event", "by theirs")
+
+
+def push_each(accumulator: Accumulator, events: Events) -> None:
+    for event in events:
+        accumulator.push(event)
+
+
+def xadd_each(server: redis.Redis, entries: Entries) -> None:
+    for key, entry in entries:
+        server.xadd(key, {"e": entry})
+
+
+def xadd_pipelined(server: redis.Redis, entries: Entries) -> None:
+    pipe = server.pipeline(transaction=False)
+    for key, entry in entries:
+        pipe.xadd(key, {"e": entry})
+    pipe.execute()
+
+
+def enqueue_many(server: redis.Redis, entries: Entries) -> None:
+    queue = rq.Queue("bare", connection=server)
+    queue.enqueue_many([queue.prepare_data("job.run", (entry.decode(),)) for _, entry in entries])
+
+
+def closings(bench: Bench) -> Figure:
+    bench.fresh(opened=0)
+    before = bench.many(48_000, 64)
+    bench.push(bucket(n, "soon") for n in range(before))
+    spent = bench.spent()
+    rounds = bench.close_due()
+    spent = bench.spent() - spent
+    assert sum(closed for closed, _ in rounds) == before
+    rates = [closed / took for closed, took in rounds if closed >= rounds[0][0] / 2]
+    return Figure(statistics.median(rates), f"{spent / before * 1e6:.1f} µs of server CPU each, {before:,} windows")
+
+
+def crowded(bench: Bench, events: int, cost: Callable[[Bench, int], float]) -> Figure:
+    """`cost(server, windows open there)` of `events` with many windows over that with 1,000."""
+    few, much = bench.crowd(1000), bench.crowd(bench.crowd_size)
+    what, other = "with 1,000 open", f"with {bench.crowd_size:,}"
+    return compare(lambda _: (cost(few, 1000), cost(much, bench.crowd_size)), bench.many(16), events, what, other)
+
+
+def cost_of_accepts(where: Bench, windows: int) -> float:
+    return where.cpu(where.accepts([[bucket(_random.randrange(windows))] for _ in range(1000)], 100))
+
+
+def cost_of_closings(where: Bench, _: int) -> float:
+    where.push(bucket(1_000_000 + next(_ids), "soon") for _ in range(1000))
+    before = where.spent()
+    assert sum(closed for closed, _ in where.close_due()) == 1000
+    return where.spent() - before
+
+
+def run_closer(url: str) -> None:
+    with Accumulator(url) as accumulator:
+        Closer(accumulator).run()
+
+
+def run_pushes(url: str) -> None:
+    with Accumulator(url) as accumulator:
+        while True:
+            accumulator.push_many([fields(anywhere()) for _ in range(500)])
+
+
+def lateness(bench: Bench, others: Sequence[Callable[[str], None]]) -> Figure:
+    """From due to sealed, by the server's clock, of windows that close one by one while these processes run."""
+    crowd, pause, spawn = bench.crowd(bench.crowd_size), threading.Event(), multiprocessing.get_context("spawn")
+    accumulator = crowd.accumulator
+
+    def sealed(key: str) -> int:
+        accumulator.push(fields(key))
+        while not (closed := accumulator.manifests(key)):
+            pause.wait(0.05)
+        return closed[0].sealed_at - closed[0].closed_at
+
+    processes = [spawn.Process(target=other, args=(crowd.server.url,), daemon=True) for other in others]
+    keys = [bucket(10_000 * len(others) + n, "brief") for n in range(bench.many(600, 20))]
+    accepted = accumulator.counters()["accepted"] + 2000 * (len(others) - 1)
+    try:
+        for process in processes:
+            process.start()
+        sealed(bucket(len(others), "brief"))
+        while accumulator.counters()["accepted"] <= accepted:
+            pause.wait(0.05)
+        for key in keys:
+            accumulator.push(fields(key))
+            pause.wait(_random.uniform(0.001, 0.005))
+        while accumulator.bucket(keys[-1]).open:
+            pause.wait(0.05)
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+    late = sorted(found.sealed_at - found.closed_at for key in keys for found in accumulator.manifests(key))
+    detail = f"p50 {statistics.median(late):.0f} ms, at most {late[-1]} ms, {bench.crowd_size:,} open"
+    return Figure(late[int(len(late) * 0.99)], detail)
+
+
+def open_memory(bench: Bench) -> Figure:
+    bench.fresh(opened=0)
+    before, buckets = bench.used_memory(), bench.many(20_000, 100)
+    bench.push(map(bucket, range(buckets)))
+    return Figure((bench.used_memory() - before) / buckets, f"{buckets:,} buckets, all their keys")
+
+
+def further_memory(bench: Bench, upto: int) -> Figure:
+    buckets = bench.many(40_000 // upto, 100)
+    bench.fresh(opened=buckets)
+    before = bench.used_memory()
+    for _ in range(upto - 1):
+        bench.push(map(bucket, range(buckets)))
+    return Figure((bench.used_memory() - before) / buckets / (upto - 1), f"2nd to {upto}th of a window")
+
+
+# --- the table ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Row:
+    """`floor` and `stretch`: the targets; None where a figure is only to be seen. The better one is the stretch."""
+
     name: str
     floor: float | None
     stretch: float | None
@@ -209,212 +355,52 @@ class Row:
     def verdict(self, value: float) -> str:
         if self.floor is None or self.stretch is None:
             return ""
-        more = self.stretch > self.floor
-        if value >= self.stretch if more else value <= self.stretch:
+        sign = 1 if self.stretch > self.floor else -1
+        if value * sign >= self.stretch * sign:
             return "stretch"
-        return "ok" if (value >= self.floor if more else value <= self.floor) else "below"
+        return "ok" if value * sign >= self.floor * sign else "below"
+
+    def line(self, value: float) -> str:
+        cells = [f"{_shown(number, self.unit):>10}" for number in (value, self.floor, self.stretch)]
+        return f"{self.name:{_WIDTH}} {' '.join(cells)}  {self.verdict(value):7}"
 
 
-ROWS: list[Row] = []
-
-
-def row(
-    name: str, floor: float | None = None, stretch: float | None = None, unit: str = "×"
-) -> Callable[[Callable[[Bench], Figure]], Callable[[Bench], Figure]]:
-    def register(measure: Callable[[Bench], Figure]) -> Callable[[Bench], Figure]:
-        ROWS.append(Row(name, floor, stretch, unit, measure))
-        return measure
-
-    return register
-
-
-def accept(bench: Bench, draw: Callable[[int], list[str]], size: int, chunks: int = 32) -> Figure:
-    """Server CPU of accept calls of `size` events each, whose buckets `draw(call)` names, against bare XADD."""
-    bench.fresh(partitions=1)
-    events = max(size, 2000)
-    numbers = iter(range(sys.maxsize))
-
-    def chunk() -> tuple[float, float]:
-        calls = [draw(next(numbers)) for _ in range(events // size)]
-        return bench.cpu(bench.accepts(calls, max(1, min(100, 1000 // size)))), bench.cpu(bench.xadds(calls))
-
-    chunk()  # the streams of theirs exist as well
-    found = compare((chunk() for _ in range(bench.many(chunks))), events, "of server CPU")
-    assert "duplicates" not in bench.accumulator.counters()
-    return found
-
-
-@row("accept: one event a call, pipelined", 0.15, 0.20)
-def _(bench: Bench) -> Figure:
-    return accept(bench, lambda call: [bucket(call % BUCKETS)], 1)
-
-
-@row("accept: 100 events of one bucket a call", 0.70, 1.0)
-def _(bench: Bench) -> Figure:
-    return accept(bench, lambda call: [bucket(call % BUCKETS)] * 100, 100)
-
-
-@row("accept: 100 events over random buckets a call", 0.18, 0.30)
-def _(bench: Bench) -> Figure:
-    return accept(bench, lambda _: [bucket(_random.randrange(BUCKETS)) for _ in range(100)], 100)
-
-
-@row("accept: 500 events over skewed buckets a call", 0.27, 0.40)
-def _(bench: Bench) -> Figure:
-    return accept(bench, lambda _: [bucket(int(_random.paretovariate(1)) % BUCKETS) for _ in range(500)], 500)
-
-
-def push_many(bench: Bench, checked: bool) -> Figure:
-    """`push_many` of mappings, or of events `checked` before, against a pipeline of redis-py, over random buckets."""
-    accumulator = bench.fresh()
-
-    def theirs(parts: list[tuple[str, dict[Any, Any]]]) -> None:
-        pipe = bench.client.pipeline(transaction=False)
-        for key, entry in parts:
-            pipe.xadd(key, entry)
-        pipe.execute()
-
-    def chunk() -> tuple[float, float]:
-        events = [fields(bucket(_random.randrange(BUCKETS))) for _ in range(ALL_AT_ONCE)]
-        parts: list[tuple[str, dict[Any, Any]]] = [(f"bare:{e['bucket_key']}", {"e": envelope(e)}) for e in events]
-        given = [Event.of(event) for event in events] if checked else events
-        return timed(lambda: accumulator.push_many(given)), timed(lambda: theirs(parts))
-
-    chunk()
-    return compare((chunk() for _ in range(bench.many(30))), ALL_AT_ONCE, "an event")
-
-
-@row("push_many from one process, checks included", 0.45, 0.70)
-def _(bench: Bench) -> Figure:
-    return push_many(bench, checked=False)
-
-
-@row("push_many of Event objects made before")
-def _(bench: Bench) -> Figure:
-    return push_many(bench, checked=True)
-
-
-@row("push one at a time", 0.75, 0.85)
-def _(bench: Bench) -> Figure:
-    accumulator, count = bench.fresh(), 100
-
-    def chunk() -> tuple[float, float]:
-        events = [fields(bucket(_random.randrange(BUCKETS))) for _ in range(count)]
-        parts = [(f"bare:{event['bucket_key']}", envelope(event)) for event in events]
-        return (
-            timed(lambda: [accumulator.push(event) for event in events]),
-            timed(lambda: [bench.client.xadd(key, {"e": entry}) for key, entry in parts]),
-        )
-
-    chunk()
-    return compare((chunk() for _ in range(bench.many(40))), count, "an event")
-
-
-def against_rq(bench: Bench, one_bucket: bool) -> Figure:
-    accumulator = bench.fresh()
-    queue = rq.Queue("bare", connection=bench.client)
-
-    def chunk(number: int) -> tuple[float, float]:
-        keys = [bucket(number if one_bucket else _random.randrange(BUCKETS)) for _ in range(ALL_AT_ONCE)]
-        events = [fields(key) for key in keys]
-        entries = [envelope(event).decode() for event in events]
-        return (
-            timed(lambda: accumulator.push_many(events)),
-            timed(lambda: queue.enqueue_many([queue.prepare_data("job.run", (entry,)) for entry in entries])),
-        )
-
-    chunk(0)
-    return compare((chunk(n) for n in range(bench.many(12))), ALL_AT_ONCE, "an event")
-
-
-@row("against RQ enqueue_many, random buckets", 4, 6)
-def _(bench: Bench) -> Figure:
-    return against_rq(bench, one_bucket=False)
-
-
-@row("against RQ enqueue_many, events of one bucket", 8, 12)
-def _(bench: Bench) -> Figure:
-    return against_rq(bench, one_bucket=True)
-
-
-@row("closings by one worker", 50_000, 65_000, "/s")
-def _(bench: Bench) -> Figure:
-    bench.fresh(opened=0)
-    before = bench.many(48_000, 64)
-    bench.push(bucket(n, "soon") for n in range(before))
-    spent = bench._spent()
-    rounds = bench.close_due()
-    spent = bench._spent() - spent
-    closed = sum(count for count, _ in rounds)
-    assert closed == before
-    rates = [count / took for count, took in rounds if count >= rounds[0][0] / 2]
-    return Figure(statistics.median(rates), f"{spent / closed * 1e6:.1f} µs of server CPU each, {closed} windows")
-
-
-@row("server CPU of an accept, many open windows against 1,000", 1.3, 1.1)
-def _(bench: Bench) -> Figure:
-    few, many = bench.crowd(1000), bench.crowd(bench.crowd_size)
-
-    def cost(where: Bench, windows: int) -> float:
-        calls = [[bucket(_random.randrange(windows))] for _ in range(2000)]
-        return where.cpu(where.accepts(calls, 100))
-
-    pairs = ((cost(few, 1000), cost(many, bench.crowd_size)) for _ in range(bench.many(16)))
-    found = compare(pairs, 2000, "with 1,000 open")
-    return Figure(found.value, found.detail.replace("without us", f"with {bench.crowd_size:,}"))
-
-
-@row("server CPU of a closing, many open windows against 1,000", 1.3, 1.1)
-def _(bench: Bench) -> Figure:
-    few, many = bench.crowd(1000), bench.crowd(bench.crowd_size)
-    count = 2000
-    numbers = iter(range(1_000_000, sys.maxsize))
-
-    def cost(where: Bench) -> float:
-        where.push(bucket(next(numbers), "soon") for _ in range(count))
-        before = where._spent()
-        closed = sum(closed for closed, _ in where.close_due())
-        assert closed == count
-        return where._spent() - before
-
-    found = compare(((cost(few), cost(many)) for _ in range(bench.many(8))), count, "with 1,000 open")
-    return Figure(found.value, found.detail.replace("without us", f"with {bench.crowd_size:,}"))
-
-
-@row("memory: open bucket with one 300-byte event", 1950, 1200, " B")
-def _(bench: Bench) -> Figure:
-    bench.fresh(opened=0)
-    before, count = bench.used_memory(), bench.many(20_000, 100)
-    bench.push(bucket(n) for n in range(count))
-    return Figure((bench.used_memory() - before) / count, f"{count} buckets, all their keys")
-
-
-def further(bench: Bench, upto: int) -> Figure:
-    count = bench.many(40_000 // upto, 100)
-    bench.fresh(opened=count)
-    before = bench.used_memory()
-    for _ in range(upto - 1):
-        bench.push(bucket(n) for n in range(count))
-    return Figure((bench.used_memory() - before) / count / (upto - 1), f"2nd to {upto}th of a window")
-
-
-@row("memory: each further event", 430, 340, " B")
-def _(bench: Bench) -> Figure:
-    return further(bench, 10)
-
-
-@row("memory: each further event of a longer window", unit=" B")
-def _(bench: Bench) -> Figure:
-    return further(bench, 100)
-
-
-# --- the table ------------------------------------------------------------------------------------
-
-
-def shown(value: float | None, unit: str) -> str:
+def _shown(value: float | None, unit: str) -> str:
     if value is None:
         return ""
     return f"{value:,.0f}{unit}" if value >= 100 else f"{value:.2f}".rstrip("0").rstrip(".") + unit
+
+
+def _skewed(_: int) -> str:
+    return bucket(int(_random.paretovariate(1)) % BUCKETS)
+
+
+push_many = Accumulator.push_many
+ROWS: Final = (
+    Row("accept: one event a call, pipelined", 0.15, 0.20, "×", lambda b: accept(b, 1, lambda n: bucket(n % BUCKETS))),
+    Row("accept: 100 events of one bucket a call", 0.70, 1.0, "×", lambda b: accept(b, 100, anywhere, same=True)),
+    Row("accept: 100 events over random buckets a call", 0.18, 0.30, "×", lambda b: accept(b, 100, anywhere)),
+    Row("accept: 500 events over skewed buckets a call", 0.27, 0.40, "×", lambda b: accept(b, 500, _skewed)),
+    Row("push_many from one process, checks included", 0.45, 0.70, "×", lambda b: client(b, push_many, xadd_pipelined)),
+    Row("push one at a time", 0.75, 0.85, "×", lambda b: client(b, push_each, xadd_each, size=100)),
+    Row("push_many, random buckets, to RQ enqueue_many", 4, 6, "×", lambda b: client(b, push_many, enqueue_many)),
+    Row(
+        "push_many, one bucket, to RQ enqueue_many",
+        8,
+        12,
+        "×",
+        lambda b: client(b, push_many, enqueue_many, draw=bucket),
+    ),
+    Row("closings by one worker", 50_000, 65_000, "/s", closings),
+    Row("server CPU of an accept, many windows open", 1.3, 1.1, "×", lambda b: crowded(b, 1000, cost_of_accepts)),
+    Row("server CPU of a closing, many windows open", 1.3, 1.1, "×", lambda b: crowded(b, 1000, cost_of_closings)),
+    Row("due to sealed, p99, idle", 5, 2, " ms", lambda b: lateness(b, [run_closer])),
+    Row("due to sealed, p99, under pushes", 15, 5, " ms", lambda b: lateness(b, [run_closer, run_pushes])),
+    Row("memory: open bucket with one 300-byte event", 1950, 1200, " B", open_memory),
+    Row("memory: each further event", 430, 340, " B", lambda b: further_memory(b, 10)),
+    Row("memory: each further event, longer window", None, None, " B", lambda b: further_memory(b, 100)),
+)
+_WIDTH: Final = max(len(row.name) for row in ROWS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -432,18 +418,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not rows or not found:
         print("no such row" if not rows else "no such server here", file=sys.stderr)
         return 2
-    width = max(len(row.name) for row in rows)
-    crowd = 1_000_000 if options.full else int(100_000 * min(1, options.scale))
+    crowd_size = 1_000_000 if options.full else int(100_000 * min(1, options.scale))
     for binary in found.values():
-        print(f"{binary}, redis-py {version('redis')}, rq {version('rq')}, Python {sys.version.split()[0]},", end=" ")
-        print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-        print(f"{'':{width}} {'value':>10} {'floor':>9} {'stretch':>9}")
+        programs = f"redis-py {version('redis')}, rq {version('rq')}, Python {sys.version.split()[0]}"
+        print(f"{binary}, {programs}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+        print(f"{'':{_WIDTH}} {'value':>10} {'floor':>10} {'stretch':>10}")
         with ExitStack() as stack:
-            bench = Bench(binary, options.scale, crowd, stack)
+            bench = Bench(binary, options.scale, crowd_size, stack)
             for row in rows:
                 value, detail = row.measure(bench)
-                targets = f"{shown(row.floor, row.unit):>9} {shown(row.stretch, row.unit):>9}  {row.verdict(value):7}"
-                print(f"{row.name:{width}} {shown(value, row.unit):>10} {targets}  {detail}", flush=True)
+                print(f"{row.line(value)}  {detail}", flush=True)
         print()
     return 0
 

@@ -7,6 +7,8 @@ server empty, and must leave no key outside its `namespace`, no key that expires
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import shutil
 import sys
@@ -16,13 +18,14 @@ import zlib
 from collections.abc import Callable, Iterator, Set
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import fakeredis
 import hypothesis
 import pytest
 import redis
 
+from accumulator import cli
 from accumulator.client import Accumulator
 from accumulator.embedded import EmbeddedServer, ServerBinary, find_servers, wheel_server
 from accumulator.testing import VirtualClock
@@ -220,6 +223,45 @@ def event(
     occurred_at = at.instant if isinstance(at, VirtualClock) else at or datetime.now(UTC)
     needed = {"event_id": event_id, "bucket_key": bucket_key, "kind": "k", "source": "s", "occurred_at": occurred_at}
     return needed | fields
+
+
+# -- the command line
+
+
+class Run(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> list[Any]:
+        """The objects on standard output, one a line."""
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+Program = Callable[..., Run]
+
+
+@pytest.fixture
+def program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, namespace: str
+) -> Program:
+    """Runs `accumulator …` in this process, in an empty folder and the test's namespace."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCUMULATOR_NAMESPACE", namespace)
+
+    def run(*arguments: str | Path, stdin: bytes = b"") -> Run:
+        monkeypatch.setattr(sys, "argv", ["accumulator", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        said = capsys.readouterr()
+        for text in said:
+            assert "Traceback" not in text
+        return Run(int(end.value.code or 0), said.out, said.err)
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ instant at which no call is under way.
 
 from __future__ import annotations
 
+import itertools
 import re
 import zlib
 from collections import Counter
@@ -26,19 +27,22 @@ REASONS = {
     "inactivity", "max_age", "max_events", "max_bytes", "max_weight", "terminal", "starter", "cutoff", "deadline",
     "policy_change", "flush",
 }  # fmt: skip
+ATTENTION = {"dead", "uncertain", "reconciling", "awaiting_approval"}
 # Of these the window ends by the clock alone, strictly after its last acceptance.
 BY_CLOCK = {"inactivity", "max_age", "cutoff"}
 CODES = {
     "conflict", "unknown_kind", "occurred_in_future", "stale_policy_version", "policy_changed", "too_old", "late",
+    "set_aside",
 }  # fmt: skip
 
 SINGLE = {
-    "timers": "zset", "open": "zset", "outbox": "zset", "reconcile": "stream", "audit": "stream", "stats": "hash",
-    "orphans": "hash",
+    "timers": "zset", "open": "zset", "outbox": "zset", "attention": "zset", "reconcile": "stream", "audit": "stream",
+    "stats": "hash", "orphans": "hash", "inflight": "hash", "unrecorded": "set",
 }  # fmt: skip
 NAMED = {
     "bucket": "hash", "ids": "hash", "order": "hash", "manifests": "zset", "manifest": "hash", "policy": "hash",
-    "ready": "list", "events": "stream", "kept": "string",
+    "events": "stream", "kept": "string", "effects": "hash", "stages": "hash", "checkpoint": "string",
+    "tenants": "list", "ready": "list",
 }  # fmt: skip
 WINDOW_ID = re.compile(r"[0-9a-z]{20,}")
 
@@ -47,6 +51,7 @@ READ: dict[str, Callable[[Any, Any], object]] = {
     "hash": lambda pipe, key: pipe.hgetall(key),
     "zset": lambda pipe, key: pipe.zrange(key, 0, -1, withscores=True),
     "list": lambda pipe, key: pipe.lrange(key, 0, -1),
+    "set": lambda pipe, key: pipe.smembers(key),
     "string": lambda pipe, key: pipe.get(key),
     "stream": lambda pipe, key: pipe.eval("return redis.call('XRANGE', KEYS[1], '-', '+')", 1, key),
 }
@@ -54,13 +59,14 @@ READ: dict[str, Callable[[Any, Any], object]] = {
 Log = list[tuple[int, list[tuple[str, bytes]]]]
 
 
-def check_invariants(client: redis.Redis, namespace: str) -> None:
-    """Fails, naming all, where the namespace's keys disagree. `client` does not decode."""
-    found = list(problems(client, namespace))
+def check_invariants(client: redis.Redis, namespace: str, *, purged: bool = False) -> None:
+    """Fails, naming all, where the namespace's keys disagree. `client` does not decode. `purged`: retention may have
+    taken some of what was accepted."""
+    found = list(problems(client, namespace, purged))
     assert not found, f"{len(found)} invariants are broken:\n  " + "\n  ".join(found[:20])
 
 
-def problems(client: redis.Redis, namespace: str) -> Iterator[str]:
+def problems(client: redis.Redis, namespace: str, purged: bool = False) -> Iterator[str]:
     """What does not hold, a line each."""
     names = sorted(client.scan_iter(match=f"{namespace}:*", count=1000))
     if not names:
@@ -88,7 +94,7 @@ def problems(client: redis.Redis, namespace: str) -> Iterator[str]:
             continue
         partitions.setdefault(int(tag[1]), {})[tag[2]] = kind
     for number, keys in sorted(partitions.items()):
-        partition = Partition(number, count, f"{namespace}:{{{number}}}:")
+        partition = Partition(number, count, f"{namespace}:{{{number}}}:", purged)
         for line in partition.load(client, keys):
             yield f"{{{number}}} {line}"
         for line in partition.problems():
@@ -193,7 +199,8 @@ def read_log(key: str, log: Log) -> Iterator[str | Window]:
 class Partition:
     """All of one partition's keys."""
 
-    def __init__(self, number: int, count: int, prefix: str) -> None:
+    def __init__(self, number: int, count: int, prefix: str, purged: bool) -> None:
+        self.purged = purged
         self.number = number
         self.count = count
         self.prefix = prefix
@@ -228,7 +235,7 @@ class Partition:
                 self.hashes[name] = {f.decode(): v.decode() for f, v in reply.items()}
             elif kind == "zset":
                 self.zsets[name] = {member.decode(): score for member, score in reply}
-            elif kind == "list":
+            elif kind in ("list", "set"):
                 self.lists[name] = [member.decode() for member in reply]
             elif kind == "string":
                 self.texts[name] = reply
@@ -246,6 +253,15 @@ class Partition:
             if text is not None:
                 return policy_of(text)
         return {}
+
+    @property
+    def stats(self) -> dict[str, int]:
+        return {name: int(value) for name, value in self.hashes.get("stats", {}).items()}
+
+    @property
+    def resolved(self) -> int:
+        """How many items have left the reconciliation queue."""
+        return self.stats.get("resolved", 0)
 
     # --- agreement
 
@@ -265,6 +281,8 @@ class Partition:
         for key in self.named("manifests"):
             yield from self.succession(key)
         yield from self.turns()
+        yield from self.queues()
+        yield from self.retention()
         yield from self.known_ids()
         yield from self.orders()
         yield from self.counters()
@@ -273,7 +291,7 @@ class Partition:
         """Each key lies in the partition that its bucket key or window id names."""
         for kind in (*NAMED, *(name.partition(":")[0] for name in self.hashes if re.match(r"ids\.\d+:", name))):
             for rest in self.named(kind):
-                if kind in ("policy", "ready"):
+                if kind in ("policy", "ready", "tenants"):
                     continue
                 if ":" in rest:
                     home = zlib.crc32(rest.encode()) % self.count
@@ -383,10 +401,27 @@ class Partition:
             kind, rest = member[:2], member[2:]
             if kind == "w:" and "open" not in self.hashes.get(f"bucket:{rest}", {}):
                 yield f"timer {member} has no open window"
-            elif kind == "m:" and f"manifest:{rest}" not in self.hashes:
+            elif kind in ("m:", "p:", "x:") and f"manifest:{rest}" not in self.hashes:
                 yield f"timer {member} has no manifest"
-            elif kind not in ("w:", "m:"):
+            elif kind == "r:" and f"bucket:{rest}" not in self.hashes:
+                yield f"timer {member} has no bucket"
+            elif kind not in ("w:", "m:", "p:", "x:", "r:"):
                 yield f"timer {member} is of no known kind"
+        for name in ("outbox", "attention"):
+            for window_id in self.zsets.get(name, {}):
+                if f"manifest:{window_id}" not in self.hashes:
+                    yield f"{window_id} stands in {name}, and has no manifest"
+        for kind in ("effects", "stages"):
+            for window_id in self.named(kind):
+                if f"manifest:{window_id}" not in self.hashes:
+                    yield f"{kind}:{window_id} belongs to no manifest"
+        for kind in ("ids", "order", "checkpoint"):
+            for key in self.named(kind):
+                if f"bucket:{key}" not in self.hashes:
+                    yield f"{kind}:{key} belongs to no bucket"
+        for window_id in self.lists.get("unrecorded", []):
+            if "digest" in self.hashes.get(f"manifest:{window_id}", {"digest": ""}):
+                yield f"{window_id} is to be recorded, and is already or has no manifest"
         for key in self.windows:
             if ":" in key:
                 if "open" not in self.hashes.get(f"bucket:{key}", {}):
@@ -397,13 +432,6 @@ class Partition:
             owner = self.hashes.get(f"bucket:{key}" if ":" in key else f"manifest:{key}", {})
             if "kept" not in owner:
                 yield f"kept:{key} belongs to nothing"
-        for window_id in self.zsets.get("outbox", {}):
-            if f"manifest:{window_id}" not in self.hashes:
-                yield f"{window_id} stands in the outbox, and has no manifest"
-        for sink in self.named("ready"):
-            for window_id in self.lists[f"ready:{sink}"]:
-                if f"manifest:{window_id}" not in self.hashes:
-                    yield f"{window_id} is ready, and has no manifest"
 
     def manifest(self, window_id: str, fields: dict[str, str]) -> Iterator[str]:
         key, version, state = fields["bucket"], int(fields["version"]), fields["state"]
@@ -415,9 +443,13 @@ class Partition:
         if not policy:
             yield f"{where}: version {fields['policy']} of its policy is missing"
             return
+        recorded = self.recorded(fields)
         if window is None:
-            yield f"{where}: has no stream"
+            if state not in SETTLED or f"x:{window_id}" not in self.zsets.get("timers", {}) or recorded is None:
+                yield f"{where}: is {state}, and has no stream"
             return
+        if recorded is not None and recorded != [(one.event_id, one.digest) for one in self.left(window)]:
+            yield f"{where}: has recorded {recorded}"
         has = {
             "entries": window.entries, "ids": len(window.ids), "bytes": self.size_of(window_id, window, policy),
             "weight": window.weight, "last": window.last,
@@ -453,18 +485,48 @@ class Partition:
             yield f"{where}: is in the state {state!r}"
         if (state == "empty") != (not window.ids):
             yield f"{where}: is {state} with {len(window.ids)} events"
-        ready = self.lists.get(f"ready:{policy['sink']}", []).count(window_id)
-        timed = f"m:{window_id}" in self.zsets.get("timers", {})
-        if (state == "processing" and not timed) or (state in ("dispatched", "retrying") and not (timed or ready)):
+        if (state in ATTENTION) != (window_id in self.zsets.get("attention", {})):
+            yield f"{where}: is {state}, and attention to it is {self.zsets.get('attention', {}).get(window_id)}"
+        ready = self.ready(fields).count(window_id)
+        timers = self.zsets.get("timers", {})
+        timed, led = f"m:{window_id}" in timers, "leader" in fields
+        if not led and (
+            (state == "processing" and not timed) or (state in ("dispatched", "retrying") and not (timed or ready))
+        ):
             yield f"{where}: is {state}, and neither timed nor ready"
-        if timed and state not in ("dispatched", "processing", "retrying"):
+        if timed and (led or state not in ("dispatched", "processing", "retrying", "awaiting_approval")):
             yield f"{where}: is {state}, and has a timer"
+        if state in SETTLED and (f"p:{window_id}" in timers) == (f"x:{window_id}" in timers):
+            yield f"{where}: is {state}, and its retention has {'both timers' if f'p:{window_id}' in timers else 'none'}"
         if policy["sink"] == "none" and state not in SETTLED:
             yield f"{where}: is {state} with sink none"
         steps = int(fields.get("steps", 0))
         timeline = [fields.get(f"step{n}", "").split(" ", 3) for n in range(1, steps + 1)]
         if any(len(step) != 4 for step in timeline) or (timeline and timeline[-1][1] != state):
             yield f"{where}: is {state}, and its timeline is {timeline}"
+
+    def ready(self, fields: dict[str, str]) -> list[str]:
+        """The list in which a manifest waits when its turn has come."""
+        sink = self.policy(fields["bucket"], fields["policy"])["sink"]
+        return self.lists.get(f"ready:{sink}:{fields['bucket'].partition(':')[0]}", [])
+
+    @staticmethod
+    def left(window: Window) -> list[Taken]:
+        """The entries that were not retracted."""
+        return [one for one in window.taken if one.event_id not in window.retracted]
+
+    @staticmethod
+    def recorded(fields: dict[str, str]) -> list[tuple[str, str]] | None:
+        """(event_id, digest) of each entry, as a manifest keeps them when its payloads are gone."""
+        if "digest" not in fields:
+            return None
+        found = []
+        for number in itertools.count(1):
+            if f"e{number}" not in fields:
+                break
+            digest, _, _, length, rest = fields[f"e{number}"].split(" ", 4)
+            found.append((rest.encode()[: int(length)].decode(), digest))
+        return found
 
     def succession(self, key: str) -> Iterator[str]:
         """A bucket's windows follow each other, by version, by instant and by link."""
@@ -479,40 +541,85 @@ class Partition:
                 yield f"bucket {key}: manifest {window_id} is of {fields['bucket']}"
             if before is not None:
                 closed = self.hashes[f"manifest:{before[1]}"]["closed"]
-                if version != before[0] + 1 or int(fields["opened"]) < int(closed):
+                if version <= before[0] or int(fields["opened"]) < int(closed):
                     yield f"bucket {key}: {version:.0f} opened at {fields['opened']}, {before[0]} closed at {closed}"
-                if fields.get("prev") != before[1] or fields["relation"] == "f":
+                if version == before[0] + 1 and (fields.get("prev") != before[1] or fields["relation"] == "f"):
                     yield f"bucket {key}: {version:.0f} follows {fields.get('prev')}, not {before[1]}"
             before = int(version), window_id
         state = self.hashes.get(f"bucket:{key}", {})
         if before is None or not state:
             yield f"bucket {key}: has manifests, and no record"
             return
-        if state.get("prev", "").split(" ")[:2] != [str(before[0]), before[1]]:
+        last, last_id = state.get("prev", "0 -").split(" ")[:2]
+        if int(last) < before[0] or (int(last) == before[0] and last_id != before[1]):
             yield f"bucket {key}: its last window is {before}, and it says {state.get('prev')}"
-        if "open" in state and int(state["open"].split(" ")[1]) != before[0] + 1:
-            yield f"bucket {key}: {state['open']} is open after {before[0]}"
+        if "open" in state and int(state["open"].split(" ")[1]) != int(last) + 1:
+            yield f"bucket {key}: {state['open']} is open after {last}"
 
     def turns(self) -> Iterator[str]:
-        """A closed manifest is ready exactly once, or waits behind the one of its bucket whose turn it is."""
+        """A closed manifest is ready exactly once, or waits behind the one of its bucket whose turn it is, or for the
+        window that it gave way to."""
         for window_id in self.named("manifest"):
             fields = self.hashes[f"manifest:{window_id}"]
             policy = self.policy(fields["bucket"], fields["policy"])
             if fields["state"] != "closed" or not policy:
                 continue
-            turn = self.hashes.get(f"bucket:{fields['bucket']}", {}).get("turn")
-            ready = self.lists.get(f"ready:{policy['sink']}", []).count(window_id)
+            bucket = self.hashes.get(f"bucket:{fields['bucket']}", {})
+            turn, gave_way = bucket.get("turn"), window_id in bucket.get("joins", "").split(" ")
+            ready = self.ready(fields).count(window_id)
             wanted = 1 if not policy["ordered"] or turn == window_id else 0
-            if ready != wanted:
+            if ready != wanted and not (gave_way and ready == 0):
                 yield f"manifest {window_id}: is closed and {ready} times ready; the turn is {turn}"
-            if policy["ordered"] and turn is None:
+            if policy["ordered"] and turn is None and not gave_way:
                 yield f"manifest {window_id}: is closed, and nobody's turn it is"
         for key in self.named("bucket"):
             turn = self.hashes[f"bucket:{key}"].get("turn")
             if turn is not None:
                 state = self.hashes.get(f"manifest:{turn}", {}).get("state")
-                if state not in ("closed", "dispatched", "processing", "retrying"):
+                if state not in ("closed", "dispatched", "processing", "retrying", "awaiting_approval"):
                     yield f"bucket {key}: it is the turn of {turn}, which is {state}"
+
+    def queues(self) -> Iterator[str]:
+        """What counts and lists manifests by tenant agrees with them."""
+        held: dict[str, list[str]] = {}
+        for name in self.named("ready"):
+            sink, tenant = name.split(":", 1)
+            held.setdefault(sink, []).append(tenant)
+            for window_id in self.lists[f"ready:{name}"]:
+                fields = self.hashes.get(f"manifest:{window_id}")
+                if fields is None or fields["bucket"].partition(":")[0] != tenant:
+                    yield f"{window_id} is ready for {name}, and is {fields}"
+        for sink in {*held, *self.named("tenants")}:
+            listed = self.lists.get(f"tenants:{sink}", [])
+            if sorted(listed) != sorted(held.get(sink, [])):
+                yield f"tenants:{sink} lists {listed}, and ready are {held.get(sink)}"
+        flying = Counter(
+            fields["bucket"].partition(":")[0]
+            for window_id in self.named("manifest")
+            if (fields := self.hashes[f"manifest:{window_id}"])["state"] in ("dispatched", "processing")
+            and "leader" not in fields
+        )
+        counted = {tenant: int(number) for tenant, number in self.hashes.get("inflight", {}).items()}
+        if counted != dict(flying):
+            yield f"inflight counts {counted}, and there are {dict(flying)}"
+        queued = Counter(
+            value.decode()
+            for _, pairs in self.logs.get("reconcile", [])
+            for name, value in pairs
+            if name == "bucket_key"
+        )
+        for key in {*queued, *self.named("bucket")}:
+            number = self.hashes.get(f"bucket:{key}", {}).get("queued", "0")
+            if int(number) != queued[key]:
+                yield f"bucket {key}: counts {number} of its events in the queue, and there are {queued[key]}"
+
+    def retention(self) -> Iterator[str]:
+        """What is to go one day has a timer that takes it."""
+        for key in self.named("bucket"):
+            fields = self.hashes[f"bucket:{key}"]
+            kept = "open" in fields or f"manifests:{key}" in self.zsets or "queued" in fields
+            if (not kept or "older" in fields) and f"r:{key}" not in self.zsets.get("timers", {}):
+                yield f"bucket {key}: nothing is open, closed or queued, and it stays for ever: {fields}"
 
     def known_ids(self) -> Iterator[str]:
         """The ids that are remembered are those that were accepted or queued, with all their digests."""
@@ -536,19 +643,21 @@ class Partition:
                 continue
             place, occurred, source_version, *digests = record.split(" ")
             span = [int(v) for v in place.removesuffix("x").split(",")] if place != "q" else []
-            if not span or (span[0], span[-1]) != (min(versions), max(versions)):
+            ends = (span[0] if span and self.purged else min(versions), max(versions))
+            if not span or (span[0], span[-1]) != ends:
                 yield f"bucket {key}: {event_id} lies in {versions}, and is known in {place}"
             if missing := self.digests[key, event_id] - set(digests):
                 yield f"bucket {key}: {event_id} was accepted with {missing}, known are {digests}"
-            self_retracted = place.endswith("x")
-            if self_retracted != self.is_retracted(key, event_id, max(versions)):
-                yield f"bucket {key}: {event_id} is {'' if self_retracted else 'not '}retracted by its record {record}"
+            if place.endswith("x") != self.is_retracted(key, event_id, max(versions)) and not self.resolved:
+                yield f"bucket {key}: {event_id} is known as {record}, against its window"
         for (key, event_id), record in records.items():
             place, occurred, source_version, *digests = record.split(" ")
-            if (place == "q") != ((key, event_id) not in self.seen):
+            if not self.purged and (place == "q") != ((key, event_id) not in self.seen):
                 yield f"bucket {key}: {event_id} is known as {place}"
             known = self.digests.get((key, event_id), set()) | queued.get((key, event_id), set())
-            if set(digests) != known or len(digests) != len(known):
+            if not (self.purged or self.resolved) and set(digests) != known:
+                yield f"bucket {key}: {event_id} is known with {digests}, taken were {sorted(known)}"
+            if not known <= set(digests) or len(digests) != len(set(digests)):
                 yield f"bucket {key}: {event_id} is known with {digests}, taken were {sorted(known)}"
             if not occurred.isdigit() or not (source_version == "-" or source_version.isdigit()):
                 yield f"bucket {key}: {event_id} has the record {record}"
@@ -575,14 +684,18 @@ class Partition:
                 ):
                     values = {(v, number) for order, by, number, v in held if (order, by) == (name, source)}
                     highest = max((int(v) for v in (closed, own) if v != "-"), default=None)
-                    if highest != max((v for v, _ in values), default=None):
+                    if highest != max((v for v, _ in values), default=None) and not self.purged:
                         yield f"bucket {key}: the highest {name} of {source} is {text}, by its events {values}"
                     if version != "-" and any(number > int(version) for _, number in values):
                         yield f"bucket {key}: the highest {name} of {source} is {text}, and a later window holds one"
 
     def order_values(self, key: str) -> Iterator[tuple[str, str, int, int]]:
         """(what orders, source, version, value) of every entry of a window that ran under an order."""
-        windows = [(self.hashes[f"manifest:{w}"], self.windows[w]) for w in self.zsets.get(f"manifests:{key}", {})]
+        windows = [
+            (self.hashes[f"manifest:{w}"], self.windows[w])
+            for w in self.zsets.get(f"manifests:{key}", {})
+            if w in self.windows
+        ]
         bucket = self.hashes.get(f"bucket:{key}", {})
         if "open" in bucket and key in self.windows:
             _, version, _, policy, *_ = bucket["open"].split(" ")
@@ -594,28 +707,28 @@ class Partition:
                     yield name, one.envelope["source"], int(fields["version"]), one.envelope[name]
 
     def counters(self) -> Iterator[str]:
-        """The counters are those of what is there (nothing is purged yet)."""
-        stats = {name: int(value) for name, value in self.hashes.get("stats", {}).items()}
+        """The counters are those of what is there, where nothing was purged."""
 
         def total(*names: str) -> int:
-            return sum(stats.get(name, 0) for name in names)
+            return sum(self.stats.get(name, 0) for name in names)
 
         manifests = [self.hashes[f"manifest:{w}"] for w in self.named("manifest")]
         for names, wanted in (
             (("accepted", "revised"), sum(len(window.taken) for window in self.windows.values())),
             (("closed",), len(manifests)),
-            (("reconciled",), len(self.logs.get("reconcile", []))),
+            (("reconciled", "reconciled:set_aside"), len(self.logs.get("reconcile", [])) + self.resolved),
             (("retracted",), sum(len(window.retracted) for window in self.windows.values())),
             (("late",), sum(one.envelope.get("late", False) for w in self.windows.values() for one in w.taken)),
         ):
-            if total(*names) != wanted:
+            if total(*names) < wanted or (total(*names) != wanted and not self.purged):
                 yield f"stats count {total(*names)} {' and '.join(names)}, and there are {wanted}"
         reasons = Counter(fields["reason"] for fields in manifests)
         for reason in REASONS:
-            if total(f"closed:{reason}") != reasons[reason]:
-                yield f"stats count {total(f'closed:{reason}')} closed for {reason}, and there are {reasons[reason]}"
-        if any(value < 0 for value in stats.values()):
-            yield f"stats are below zero: {stats}"
+            counted = total(f"closed:{reason}")
+            if counted < reasons[reason] or (counted != reasons[reason] and not self.purged):
+                yield f"stats count {counted} closed for {reason}, and there are {reasons[reason]}"
+        if any(value < 0 for value in self.stats.values()):
+            yield f"stats are below zero: {self.stats}"
 
 
 def _generation(name: str) -> tuple[int, float]:

@@ -85,11 +85,13 @@ def let_pass(accumulator: Accumulator, kind: str = "m:") -> int:
     """As if the time had passed that every lease, watch and back-off waits for; how many there were."""
     client: Any = accumulator.store.client
     operations = accumulator.operations
+    seconds, micros = client.time()
+    soon = seconds * 1000 + micros // 1000 + 2
     moved = 0
     for partition, prefix in enumerate(operations.prefixes):
         for member in client.zrange(timers(prefix), 0, -1):
             if member.startswith(kind.encode()):
-                client.zadd(timers(prefix), {member: 1})
-                client.publish(operations.channel, f"{partition} 1")
+                client.zadd(timers(prefix), {member: soon})
+                client.publish(operations.channel, f"{partition} {soon}")
                 moved += 1
     return moved

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -11,10 +10,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -23,46 +22,10 @@ from accumulator.client import Accumulator
 from accumulator.embedded import EmbeddedServer
 from accumulator.policy import Policy
 from accumulator.settings import Settings
-from tests.conftest import StartServer
+from tests.conftest import Program, StartServer, wait_until
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 POLICIES = {"order": {"inactivity": "1h", "terminal_kinds": ["paid"]}}
-
-
-class Run(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> list[Any]:
-        """The objects on standard output, one a line."""
-        return [json.loads(line) for line in self.out.splitlines()]
-
-
-Program = Callable[..., Run]
-
-
-@pytest.fixture
-def program(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, namespace: str
-) -> Program:
-    """Runs `accumulator …` in this process, in an empty folder and the test's namespace."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ACCUMULATOR_NAMESPACE", namespace)
-
-    def run(*arguments: str | Path, stdin: bytes = b"") -> Run:
-        monkeypatch.setattr(sys, "argv", ["accumulator", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        said = capsys.readouterr()
-        for text in said:
-            assert "Traceback" not in text
-        return Run(int(end.value.code or 0), said.out, said.err)
-
-    return run
 
 
 @pytest.fixture
@@ -161,7 +124,7 @@ def test_a_fault_of_ours_is_a_line_without_its_text(program: Program, monkeypatc
     def fail(*_: object, **__: object) -> None:
         raise KeyError("secret")
 
-    monkeypatch.setattr(cli, "connect", fail)
+    monkeypatch.setattr(Accumulator, "from_settings", fail)
     shown = program("counters")
     assert shown.code == 3
     assert re.fullmatch(r"accumulator: a fault of ours, please report it: KeyError at test_cli\.py:\d+\n", shown.err)
@@ -490,7 +453,7 @@ def test_open_buckets_are_listed_oldest_first(program: Program, client: Accumula
         client.push(event(f"{n}b", key))
     shown = program("buckets")
     rows = [line.split() for line in shown.out.splitlines()[1:]]
-    assert sorted(row[0] for row in rows) == ["zoo:order:1", "shop:order:1", "shop:order:2"]
+    assert [row[0] for row in rows] == ["shop:order:1", "shop:order:2", "zoo:order:1"]
     assert {(row[1], row[3], row[-1]) for row in rows} == {("1", "2", "max_age")}
     listed = program("buckets", "--json").json
     assert [bucket["bucket_key"] for bucket in listed] == ["shop:order:1", "shop:order:2", "zoo:order:1"]
@@ -751,3 +714,52 @@ def test_the_exceptions_are_all_there() -> None:
 
     public = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
     assert public <= set(package.__all__)
+
+
+# --- the worker -------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_cannot_begin_says_why(
+    program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, client: Accumulator
+) -> None:
+    assert program("worker", "--role", "closer,cleaner").code == 2
+    assert program("worker", "--config", "none.yaml").code == 2
+    (tmp_path / "c.yaml").write_text("handlers: [there_is_no_such_module]\n")
+    shown = program("worker", "--config", "c.yaml")
+    assert shown.code == 2
+    assert "there_is_no_such_module can't be imported: there is no such module" in shown.err
+
+
+def test_a_worker_closes_what_is_due_until_it_is_stopped(client: Accumulator, namespace: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(
+        "handlers: [handling]\npolicies: {chat: {inactivity: 100ms, sink: direct}, order: {inactivity: 10m}}\n"
+    )
+    (tmp_path / "handling.py").write_text(
+        "from accumulator import Context, handler\n\n@handler('chat')\ndef chat(ctx: Context) -> None:\n"
+        "    print('handled', *ctx.manifest.event_ids, flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "accumulator", "worker", "--role", "closer", "--role", "runner", "--config", "c.yaml"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ  # noqa: TID251
+        | {"ACCUMULATOR_NAMESPACE": namespace, "PYTHONPATH": str(Path(__file__).parent.parent)},
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            wait_until(lambda: "chat" in client.policies(), what="the worker has installed its policies")
+            client.push(event(1, "shop:chat:1"))
+            assert process.stdout.readline() == "handled e1\n"
+            process.terminate()
+            begun = time.monotonic()
+            assert process.wait(10) == 0
+            assert time.monotonic() - begun < 5
+            told = process.stderr.read()
+            assert "policy_differs" in told
+            assert "Traceback" not in told
+        finally:
+            process.kill()

@@ -80,7 +80,7 @@ def test_the_configuration_that_comes_along_serves_the_samples() -> None:
     kinds = {s.event.kind for s in demo.SAMPLES if s.event.flow == "pedido"}
     assert kinds & set(config.policies["pedido"].terminal_kinds)
     # All of it within 15 seconds: the last sample, its silence, and room.
-    assert max(s.at for s in demo.SAMPLES) * 1000 + (config.policies["pedido"].inactivity or 0) < 12_000
+    assert max(s.at for s in demo.SAMPLES) * 1000 + (config.policies["pedido"].inactivity or 0) < 11_000
 
 
 # --- in this process --------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def test_without_a_worker_the_demo_ends(run: Run, quick: Config, monkeypatch: py
     def fail(_: object) -> int:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(demo.Worker, "run", fail)
+    monkeypatch.setattr("accumulator.worker.Worker.run", fail)
     with pytest.raises(RuntimeError, match="broken"):
         run(quick, stay=True)
 
@@ -249,8 +249,10 @@ def test_the_demo_tells_everything_in_15_seconds_and_finds_its_data_again(
 ) -> None:
     begun = time.monotonic()
     first = start()
-    out, err = first.communicate()
+    told = read_until(first, "handled")
     took = time.monotonic() - begun
+    rest, err = first.communicate()
+    out = told + rest
     assert (first.returncode, err) == (0, ""), out + err
     assert took < 15, out
     found = words(out)

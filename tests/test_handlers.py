@@ -17,8 +17,8 @@ import accumulator.handlers
 from accumulator import logs
 from accumulator.client import Accumulator
 from accumulator.errors import HandlerMissing, InvalidSettings
+from accumulator.context import Context
 from accumulator.handlers import (
-    Context,
     PermanentError,
     Timeout,
     find_handler,
@@ -189,10 +189,11 @@ def take(accumulator: Accumulator) -> list[Taken]:
     return taken
 
 
-def attempt(accumulator: Accumulator) -> str | None:
-    """Takes the one manifest that is ready, and makes an attempt at it."""
+def attempt(accumulator: Accumulator) -> str:
+    """Takes the one manifest that is ready, and makes an attempt at it; the manifest's state after it."""
     [taken] = take(accumulator)
-    return run_attempt(accumulator, taken.window_id, taken.attempt)
+    assert run_attempt(accumulator, taken.window_id, taken.attempt) is not None
+    return read(accumulator, taken.window_id).state
 
 
 def read(accumulator: Accumulator, window_id: str) -> Manifest:
@@ -217,7 +218,7 @@ def test_a_handler_gets_the_manifest_and_its_events(virtual: Accumulator, window
     assert context.manifest.close_reason == "inactivity"
     manifest = read(virtual, window_id)
     assert manifest.settled
-    assert story(manifest) == [("dispatched", 1, "taken"), ("processing", 1, "begun"), ("confirmed", 1, "-")]
+    assert story(manifest) == [("dispatched", 1, "taken"), ("processing", 1, "begun"), ("confirmed", 1, "handled")]
     assert take(virtual) == []
 
 
@@ -266,7 +267,8 @@ def test_dead_lets_the_next_one_go(virtual: Accumulator, clock: VirtualClock, wi
     virtual.push(event("e3", at=clock))
     clock.advance("5s")
     assert [taken.window_id for taken in take(virtual)] == [first]
-    assert run_attempt(virtual, first, 1) == "dead"
+    assert run_attempt(virtual, first, 1) == "failed"
+    assert read(virtual, first).state == "dead"
     [second] = take(virtual)
     assert second.window_id != first
 
@@ -340,11 +342,10 @@ def test_a_lease_that_ends_counts_as_a_failure(
     operations = virtual.operations
     for number in (1, 2):
         assert [taken.attempt for taken in take(virtual)] == [number]
-        assert virtual.store.perform(operations.begin(window_id, number, f"{number:016}", 70_000))
-        clock.advance("70s")
-    assert attempt(virtual) == "dead"
+        assert virtual.store.perform(operations.begin(window_id, number, f"{number:016}", 70_000, 2)).manifest
+        clock.advance("71s")
     assert ran == []
-    assert story(read(virtual, window_id))[-1] == ("dead", 3, "lease_ended")
+    assert story(read(virtual, window_id))[-1] == ("dead", 2, "lease_ended")
 
 
 def test_an_attempt_is_granted_once(virtual: Accumulator, clock: VirtualClock, window: Callable[[], str]) -> None:
@@ -384,7 +385,7 @@ def test_an_attempt_that_was_given_up_changes_nothing_more(virtual: Accumulator,
     running = Attempt(virtual, taken.window_id, taken.attempt)
     assert running.run() is None
     assert running.give_up("Timeout") is None
-    assert given_up == ["retrying"]
+    assert given_up == ["returned"]
     assert story(read(virtual, window_id))[-1] == ("retrying", 1, "Stopped")
 
 
@@ -420,7 +421,7 @@ def test_an_attempt_that_ends_is_logged_without_what_it_handled(
     window_id = window()
     attempt(virtual)
     [line] = log()
-    assert line["event"] == "retrying"
+    assert line["event"] == "failed"
     assert (line["window_id"], line["attempt"], line["cause"]) == (window_id, 1, "ValueError")
     assert line["where"].startswith("test_handlers.py:")
     assert line["where"].endswith(" handle")

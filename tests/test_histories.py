@@ -6,17 +6,19 @@ The seeds are fixed, so that a run means the same twice; `make histories SEEDS=â
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import redis
 
+from accumulator import keys
 from accumulator.operations import Taken
-from accumulator.simulate import _Run, run_scenario
+from accumulator.simulate import PARTITIONS, _Run, run_scenario
 from accumulator.store import Store
 from tests.conftest import KINDS, MakeClient
 from tests.histories import compare, differences, history
-from tests.invariants import check_invariants
+from tests.invariants import check_invariants, contents, problems
 from tests.model import simulate
 
 CHUNK = 25
@@ -26,6 +28,7 @@ CHUNKS = [
     if kind in KINDS
     for first in range(0, seeds, CHUNK)
 ]
+DAY = 86_400_000
 
 
 @pytest.mark.parametrize(("server_kind", "first"), CHUNKS)
@@ -37,20 +40,24 @@ def test_the_scripts_and_the_model_agree(make_client: MakeClient, first: int) ->
 
 
 class Worked(_Run):
-    """A history in which runners take, begin and settle manifests between the steps, well and badly. After each step
-    the keys are compared with each other."""
+    """A history with runners and people: between the steps manifests are taken, begun and settled, well and badly, and
+    decided. None of it may change what becomes of the events. After each step the keys are compared with each other.
+
+    `drain` then brings everything to its end, and lets the time of retention pass: nothing is left.
+    """
 
     def __init__(self, client: redis.Redis, scenario: dict[str, Any], seed: int, *, check: bool = True) -> None:
         super().__init__(Store(client), scenario)
         self.client = client
         self.random = random.Random(seed)
         self.begun: list[tuple[Taken, str]] = []
-        self.handled = 0
+        self.endings: set[str] = set()
         self.checked = check
+        self.purged = False
 
     def check(self) -> None:
         if self.checked:
-            check_invariants(self.client, self.operations.namespace)
+            check_invariants(self.client, self.operations.namespace, purged=self.purged)
 
     def _step(self, index: int, action: str, given: object, at: int) -> None:
         super()._step(index, action, given, at)
@@ -64,46 +71,199 @@ class Worked(_Run):
         if self.now > before:
             self.check()
 
-    def handle(self) -> bool:
-        """Whether anything was taken or settled."""
-        perform, chance, done = self.store.perform, self.random.random, False
-        for partition in range(self.operations.partitions):
-            if chance() < 0.4:
-                for taken in perform(self.operations.take(partition, "rq", 3, self.random.choice([1, 50, 60_000]))):
+    def chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def handle(self, calm: bool = False) -> bool:
+        """What runners and people do at this instant; whether it was anything. `calm`: everything is taken, and ends
+        well or is given up."""
+        perform, operations, pick = self.store.perform, self.operations, self.random.choice
+        done = False
+        for partition in range(operations.partitions):
+            if calm or self.chance(0.4):
+                limits: dict[str | None, int] | None = pick([None, None, {None: 1}, {"t": 2, None: 3}])
+                for taken in perform(
+                    operations.take(partition, "rq", 3, pick([1, 50, 60_000]), None if calm else limits)
+                ):
                     done = True
-                    token = f"{self.random.getrandbits(64):016x}"
-                    if chance() < 0.8 and perform(
-                        self.operations.begin(
-                            taken.window_id, taken.attempt, token, self.random.choice([1, 300, 60_000])
-                        )
-                    ):
-                        assert perform(self.operations.begin(taken.window_id, taken.attempt, token, 60_000))
-                        assert not perform(self.operations.begin(taken.window_id, taken.attempt, "0" * 16, 60_000))
-                        self.begun.append((taken, token))
+                    if calm or self.chance(0.8):
+                        self.begin(taken)
         self.random.shuffle(self.begun)
-        while self.begun and chance() < 0.6:
-            taken, token = self.begun.pop()
-            state = self.random.choice(["confirmed", "confirmed", "retrying", "dead"])
-            delay = self.random.choice([0, 1, 1000]) if state == "retrying" else 0
-            self.handled += perform(self.operations.settle(taken.window_id, token, state, "ValueError", delay))
-            assert not perform(self.operations.settle(taken.window_id, "0" * 16, "dead", "stale", 0))
+        while self.begun and (calm or self.chance(0.6)):
             done = True
+            self.settle(*self.begun.pop(), calm)
+        for window_id in perform(operations.attention()):
+            if calm or self.chance(0.3):
+                done = True
+                decision = "discard" if calm else pick(["approve", "refuse", "replay", "discard", "confirm"])
+                decided = perform(
+                    operations.decide(window_id, decision, "ana", "a reason", pick(["", "done", "not_done"]))
+                )
+                assert decided.outcome in ("done", "wrong_state")
+                assert not calm or decided.outcome == "done"
         return done
+
+    def begin(self, taken: Taken) -> None:
+        perform, operations = self.store.perform, self.operations
+        token = f"{self.random.getrandbits(64):016x}"
+        lease, most = self.random.choice([1, 300, 60_000]), self.random.choice([1, 2, 5])
+        granted = perform(operations.begin(taken.window_id, taken.attempt, token, lease, most))
+        other = perform(operations.begin(taken.window_id, taken.attempt, "0" * 16, lease, most))
+        assert other.manifest is None
+        if granted.manifest is not None:
+            again = perform(operations.begin(taken.window_id, taken.attempt, token, lease, most))
+            assert again.manifest == granted.manifest
+            assert granted.manifest.anomaly is None
+            self.begun.append((taken, token))
+            if self.chance(0.3):
+                for step in ("begin", self.random.choice(["confirm", "doubt", "undo", "begin"])):
+                    perform(operations.effect(taken.window_id, token, "mail", step, token[:6], "{}"))
+            if self.chance(0.3):
+                perform(operations.save_stage(taken.window_id, token, "load", '{"a":1}'))
+
+    def settle(self, taken: Taken, token: str, calm: bool) -> None:
+        perform, operations = self.store.perform, self.operations
+        ending = "confirmed" if calm else self.random.choice(
+            [
+                "confirmed", "confirmed", "failed", "returned", "dead", "awaiting_approval", "uncertain", "reconciling",
+                "superseded",
+            ]
+        )  # fmt: skip
+        manifest = None
+        if calm or self.chance(0.5):
+            manifest = perform(operations.manifest(taken.window_id))
+        checkpoint = self.random.choice(["", '{"seen":1}'])
+        assert perform(operations.settle(taken.window_id, "0" * 16, "dead", "stale")) == "refused"
+        answer = perform(
+            operations.settle(
+                taken.window_id,
+                token,
+                ending,
+                "ValueError",
+                self.random.choice([0, 1, 1000]),
+                "text",
+                checkpoint,
+                manifest,
+            )
+        )
+        if answer == "done":
+            self.endings.add(ending)
+
+    # --- to the end
+
+    def drain(self) -> None:
+        perform, operations = self.store.perform, self.operations
+        self.down = []
+        while items := perform(operations.reconciliation()):
+            for item in items:
+                resolved = perform(
+                    operations.resolve(item, self.random.choice(["accept", "discard"]), "ana", "a reason")
+                )
+                assert resolved.outcome in ("accepted", "discarded")
+                self.check()
+            self.pass_time(1)
+        for key, _ in self.accumulator.open_buckets():
+            self.accumulator.flush(key)
+        self.check()
+        unsettled = [1]
+        for turn in range(2000):
+            busy = self.handle(calm=True)
+            if turn % 20 == 0:
+                self.check()
+            if not busy:
+                unsettled = [self.client.zcard(keys.outbox(prefix)) for prefix in operations.prefixes]
+                if not sum(unsettled):
+                    break
+                self.pass_time(60_000)
+        assert sum(unsettled) == 0, "a manifest does not come to its end"
+        self.check()
+        self.purged = True
+        for days in (*range(1, 8), 4000, 4000, 4000):  # no policy asks for more than 3650 days
+            for window_id in perform(operations.unrecorded()):
+                manifest = perform(operations.manifest(window_id))
+                assert manifest is not None
+                perform(operations.record(manifest))
+            self.pass_time(days * DAY)
+        prefix = f"{operations.namespace}:"
+        left = {re_sub(name.removeprefix(prefix)) for name in contents(self.client, f"{prefix}*")}
+        assert left <= {"meta", "policy", "stats", "audit", "reconcile"}
+        for partition in range(PARTITIONS):
+            assert self.client.xlen(keys.reconcile(keys.prefix(operations.namespace, partition))) == 0
+
+    def pass_time(self, ms: int) -> None:
+        until = self.now + ms
+        super()._work_until(until, True)
+        self.now = until
+        self.check()
+
+
+def re_sub(name: str) -> str:
+    """The kind of a key, of its name in the namespace."""
+    return name.rpartition("}:")[2].partition(":")[0]
 
 
 @pytest.mark.parametrize("first", range(1000, 1010, 5))
-def test_the_keys_agree_after_every_operation(make_client: MakeClient, first: int) -> None:
+def test_the_keys_agree_after_every_operation_and_nothing_is_left(make_client: MakeClient, first: int) -> None:
     client = make_client()
-    handled = 0
+    endings: set[str] = set()
     for seed in range(first, first + 5):
         scenario = history(seed)
         run = Worked(client, scenario, seed)
         try:
             answer = run.run()
+            assert list(differences("answer", answer, simulate(scenario))) == []
+            run.drain()
         except AssertionError as problem:
             pytest.fail(f"seed {seed}: {problem}")
         finally:
             run.drop()
-        assert list(differences("answer", answer, simulate(scenario))) == [], f"seed {seed}"
-        handled += run.handled
-    assert handled
+        endings |= run.endings
+    assert endings > {"confirmed", "failed", "dead"}
+
+
+Break = Callable[[redis.Redis, str], object]
+BREAKS: dict[str, tuple[Break, str]] = {
+    "a timer is gone": (lambda c, p: c.zrem(f"{p}timers", "w:t:f:1"), "is open and has no timer"),
+    "a timer is too late": (lambda c, p: c.zincrby(f"{p}timers", 5000, "w:t:f:1"), "after it is due"),
+    "an orphan timer": (lambda c, p: c.zadd(f"{p}timers", {"w:t:f:9": 1}), "has no open window"),
+    "no index": (lambda c, p: c.delete(f"{p}open"), "stands in `open` at None"),
+    "another tally": (lambda c, p: c.hset(f"{p}bucket:t:f:1", "tally", "9 9 9 9 9"), "its tally says"),
+    "a lost stream": (lambda c, p: c.delete(f"{p}events:t:f:1"), "has no stream"),
+    "a lost event": (lambda c, p: c.xtrim(f"{p}events:t:f:1", 1, approximate=False), "its tally says"),
+    "a forgotten id": (lambda c, p: c.hdel(f"{p}ids:t:f:1", "e1"), "is not known"),
+    "an id of nothing": (lambda c, p: c.hset(f"{p}ids:t:f:1", "e9", "1 1 - d"), "e9 is known as 1"),
+    "an unsettled manifest out of the outbox": (lambda c, p: c.delete(f"{p}outbox"), "stands in the outbox at None"),
+    "nobody's turn": (lambda c, p: c.delete(f"{p}ready:rq:t"), "is closed and 0 times ready"),
+    "twice ready": (lambda c, p: c.rpush(f"{p}ready:rq:t", *c.lrange(f"{p}ready:rq:t", 0, 0)), "2 times ready"),
+    "a tenant that is not served": (lambda c, p: c.delete(f"{p}tenants:rq"), "tenants:rq lists"),
+    "a counter": (lambda c, p: c.hincrby(f"{p}stats", "accepted", 1), "stats count"),
+    "a key that expires": (lambda c, p: c.expire(f"{p}bucket:t:f:1", 1000), "expires by itself"),
+    "a key of another type": (lambda c, p: c.set(f"{p}checkpoints", "x"), "by its name nothing known"),
+    "a key in another partition": (lambda c, p: c.hset(f"{p}bucket:t:f:4", "seen", 1), "belongs to partition"),
+    "a key outside": (lambda c, p: c.set(f"{p.partition(':')[0]}:else", "x"), "lies in no partition"),
+    "a bucket for ever": (lambda c, p: c.hset(f"{p}bucket:t:f:3", "seen", 1), "stays for ever"),
+    "a missing manifest": (lambda c, p: c.delete(*c.scan_iter(match=f"{p.replace('{', '?')}manifest:*")), "is missing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_what_disagrees_is_noticed(fake: Any, namespace: str, name: str) -> None:
+    import fakeredis
+
+    from accumulator.client import Accumulator
+    from accumulator.testing import VirtualClock
+    from tests.conftest import event
+
+    clock = VirtualClock()
+    with fakeredis.FakeRedis(server=fake, protocol=2) as client:
+        accumulator = Accumulator(client, namespace=namespace, partitions=2, clock=clock)
+        accumulator.load_policy("f", {"inactivity": "10s"})
+        accumulator.push_many([event("e1", at=clock), event("e2", at=clock)])
+        accumulator.flush("t:f:1")
+        accumulator.push(event("e3", at=clock))
+        accumulator.push(event("e4", at=clock))
+        check_invariants(client, namespace)
+        spoil, words = BREAKS[name]
+        spoil(client, accumulator.operations.prefix_of("t:f:1"))
+        assert any(words in line for line in problems(client, namespace)), list(problems(client, namespace))
+        client.flushall()

@@ -39,6 +39,7 @@ def test_every_setting_has_a_default() -> None:
     settings = Settings()
     assert settings.model_dump() == {
         "redis_url": SecretStr("redis://127.0.0.1:6379/0"),
+        "rq_url": None,
         "namespace": "acc",
         "partitions": 64,
         "config": None,

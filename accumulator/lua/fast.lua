@@ -43,6 +43,7 @@ for g = 1, groups do
       text = call('HGET', hash, 'latest')
     end
     if not text then
+      sure_of_absence(hash)
       return redis.error_reply('NOPOLICY ' .. flow)
     end
     local version, inactivity, max_age, max_events, max_bytes, max_weight, max_event_bytes, max_delay, max_future,

@@ -20,7 +20,9 @@ local function load_manifest(window_id)
   for _, field in ipairs({ 'attempt', 'failures', 'lease', 'dispatches', 'steps', 'version', 'most' }) do
     m[field] = tonumber(m[field] or 0)
   end
-  if m.bucket then
+  if not m.bucket then
+    sure_of_absence(m.name)
+  else
     m.flow, m.tenant = flow_of(m.bucket), match(m.bucket, '^[^:]+')
     m.rules = policy_of(m.flow, m.policy)
   end
@@ -134,7 +136,7 @@ end
 
 -- Ids, digests and flags of the window, where they stay when the payloads go. From ARGV[at] on: the manifest's digest ('':
 -- no record is given), an anomaly found on reading or '', the number of retracted ids, these in order, then an entry's text
--- each: '<digest> <received_at> <flags|-> <bytes of event_id> <event_id><ref>', flags l late, r revised.
+-- each: '<digest> <received_at> <flags|-> <bytes of event_id> <event_id><ref>', flags l late, r revised, q reconciled.
 local function write_record(m, at)
   if (ARGV[at] or '') == '' or call('HGET', m.name, 'digest') then
     return
@@ -169,7 +171,9 @@ local function manifest_timer(window_id)
   end
   put('ZREM', KEYS[1], 'm:' .. window_id)
   if m.state == 'dispatched' then
-    make_ready(m.id, m.bucket, m.rules) -- the job may be lost; whichever of the two comes first begins
+    -- The job may be lost; whichever of the two comes first begins. In front, since a tenant at its limit has to get
+    -- past it.
+    make_ready(m.id, m.bucket, m.rules, true)
   elseif m.state == 'processing' then
     fail(m, 'lease_ended', 0)
   elseif m.state == 'retrying' then

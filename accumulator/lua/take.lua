@@ -10,7 +10,7 @@
 -- ARGV[2] -> sink
 -- ARGV[3] -> how many at the most
 -- ARGV[4] -> first watch, ms
--- ARGV[5] -> how many of one tenant may be in flight in this partition; '' for no limit
+-- ARGV[5] -> how many of one tenant may be in flight in this partition; '' for no limit; 0: only the tenants named next
 -- ARGV[6] -> then pairs of tenant, its own limit in this partition
 -- reply   -> {window_id, attempt, bucket_key, ...}
 -- cost    -> O((tenants looked at + taken) * log timers)
@@ -74,7 +74,14 @@ local function gather(m)
 end
 
 local taken = {}
-local tenants = call('LRANGE', prefix .. 'tenants:' .. sink, 0, 199)
+local tenants = {}
+if default == 0 then
+  for i = 6, #ARGV, 2 do
+    tenants[#tenants + 1] = ARGV[i]
+  end
+else
+  tenants = call('LRANGE', prefix .. 'tenants:' .. sink, 0, 199)
+end
 local queues = {}
 for i = 1, #tenants do
   local tenant = tenants[i]
@@ -91,17 +98,19 @@ while count_taken < most and progress do
   progress = false
   for i = 1, #queues do
     local q = queues[i]
-    if q.room > 0 and count_taken < most then
+    if not q.shut and count_taken < most then
       local window_id = q.waiting[1]
       if not window_id then
         q.waiting = call('LRANGE', q.list, q.at, q.at + math.ceil(most / #queues))
         window_id = q.waiting[1]
       end
-      if window_id then
+      -- One that was put back by its watch and by its lease stands here twice.
+      local m = window_id and not seen[window_id] and load_manifest(window_id) or {}
+      if window_id and q.room <= 0 and (m.state == 'closed' or m.state == 'retrying') then
+        q.shut = true -- only what is in flight already, and was lost, may be taken over the limit; it stands in front
+      elseif window_id then
         table.remove(q.waiting, 1)
         q.at, progress = q.at + 1, true
-        -- One that was put back by its watch and by its lease stands here twice.
-        local m = seen[window_id] and {} or load_manifest(window_id)
         seen[window_id] = true
         if m.state == 'closed' or m.state == 'retrying' or m.state == 'dispatched' then
           local cause = 'taken'
@@ -117,7 +126,8 @@ while count_taken < most and progress do
           put('ZADD', KEYS[1], now + ARGV[4] * 2 ^ math.min(m.dispatches, 10), 'm:' .. m.id)
           commit()
           taken[#taken + 1], taken[#taken + 2], taken[#taken + 3] = m.id, m.attempt, m.bucket
-          count_taken, q.room = count_taken + 1, q.room - 1
+          count_taken = count_taken + 1
+          q.room = q.room - (cause == 'taken' and 1 or 0)
         end
       end
     end

@@ -124,14 +124,14 @@ end
 -- Whose turn has come: ready:<sink>:<tenant> lists a tenant's manifests, tenants:<sink> the tenants that have any, in
 -- the order they are served, so that one tenant's thousands never stand before another's one.
 local listed = {}
-local function make_ready(window_id, bucket_key, rules)
+local function make_ready(window_id, bucket_key, rules, in_front)
   local tenant = match(bucket_key, '^[^:]+')
   local list = prefix .. 'ready:' .. rules.sink .. ':' .. tenant
   if not listed[list] and call('EXISTS', list) == 0 then
     put_first('RPUSH', prefix .. 'tenants:' .. rules.sink, tenant)
   end
   listed[list] = true
-  put_first('RPUSH', list, window_id)
+  put_first(in_front and 'LPUSH' or 'RPUSH', list, window_id)
   wake = math.min(wake or now, now)
 end
 
@@ -162,6 +162,9 @@ end
 
 local function load_bucket(key)
   local flat = call('HGETALL', prefix .. 'bucket:' .. key)
+  if #flat == 0 then
+    sure_of_absence(prefix .. 'bucket:' .. key)
+  end
   local b = { key = key, flow = flow_of(key), fields = {}, now = now, version = 0, closed = {} }
   local f = b.fields
   for i = 1, #flat, 2 do
@@ -203,7 +206,7 @@ local function load_bucket(key)
       w.kept = { position = position, order = order, source = source, id = f.kept_id }
     end
     w.timer = due_at(w)
-    w.stored = call('EXISTS', prefix .. 'events:' .. key) == 1
+    w.stored = call('EXISTS', prefix .. 'events:' .. key, prefix .. 'bucket:' .. key) == 2
     b.now = math.max(b.now, w.last)
     b.window = w
   end
@@ -283,7 +286,7 @@ local function close_window(b, reason, closed_at)
   if w.stored then
     put('RENAME', prefix .. 'events:' .. b.key, prefix .. 'events:' .. w.id)
   end
-  if w.kept and (w.kept.written or call('EXISTS', prefix .. 'kept:' .. b.key) == 1) then
+  if w.kept and (w.kept.written or call('EXISTS', prefix .. 'kept:' .. b.key, prefix .. 'bucket:' .. b.key) == 2) then
     put('RENAME', prefix .. 'kept:' .. b.key, prefix .. 'kept:' .. w.id)
   end
   local state = 'closed'

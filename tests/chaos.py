@@ -1,0 +1,555 @@
+"""`make chaos`: workers and their server die by SIGKILL, over and over, and each manifest's effect happens once.
+
+Producers push events of many buckets while processes are killed at every step between a window's closing and its
+manifest's confirmation, and at random moments. What is judged are two things only: what the producers were answered,
+and the log of the world outside (tests/chaos_handlers.py). Then 20,000 manifests wait for nobody, and windows must be
+closed as soon as without them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
+from time import monotonic
+from typing import Any, Final, NamedTuple
+
+from accumulator.client import Accumulator
+from accumulator.embedded import EmbeddedServer
+from accumulator.errors import ServerError
+from accumulator.operations import Outcome, Receipt
+from tests.chaos_handlers import POLICIES, STEPS, WINDOWS, World, work
+
+TENANTS: Final = ("aurora", "boreal")
+OBJECTS: Final = 6
+"""Buckets of each tenant and flow."""
+FLEET: Final = ("closer", "dispatcher", "runner", "closer dispatcher runner", "rq", "rq")
+"""Roles of the processes that are kept running."""
+MOST_UNSETTLED: Final = 120
+"""Manifests beyond which producers wait, so that the end is near when the kills are over."""
+TO_SETTLE: Final = 90.0
+"""s within which everything must be confirmed once nobody dies any more."""
+STUCK: Final = 30.0
+"""s without any effect, whoever dies, after which something is wrong."""
+
+PLACES: Final = [
+    (f"{step}-{when}", victim) for step in STEPS for when in ("before", "after") for victim in ("process", "server")
+]
+
+
+# --- what must hold ---------------------------------------------------------------------------------------------------
+
+
+class Answer(NamedTuple):
+    """What a producer was told of an event; `window_id` and `position` only where it was the first to be answered."""
+
+    event_id: str
+    bucket: str
+    version: int | None
+    window_id: str | None
+    position: int | None
+
+
+def check(answers: Iterable[Answer], log: Iterable[str]) -> list[str]:
+    """What does not hold, a line each. `log` is the world's: JSON objects with `key`, `bucket` and `windows`, each
+    (window_id, version, event ids)."""
+    told = list(answers)
+    buckets = {answer.event_id: answer.bucket for answer in told}
+    positions = {answer.event_id: answer.position for answer in told}
+    problems = []
+    keys: Counter[str] = Counter()
+    seen: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
+    effects: defaultdict[tuple[str, str], int] = defaultdict(int)
+    latest: defaultdict[str, int] = defaultdict(int)
+    for line in log:
+        call = json.loads(line)
+        bucket, flow = call["bucket"], call["bucket"].split(":")[1]
+        keys[call["key"]] += 1
+        for window_id, version, event_ids in call["windows"]:
+            effects[bucket, window_id] += 1
+            if version < latest[bucket] and flow != "loose":
+                problems.append(f"{bucket}: version {version} came after {latest[bucket]}")
+            latest[bucket] = max(latest[bucket], version)
+            for event_id in event_ids:
+                seen[event_id].append((window_id, version))
+                if buckets.get(event_id) != bucket:
+                    problems.append(f"{bucket}: nobody pushed {event_id}")
+            known = [p for event_id in event_ids if (p := positions.get(event_id)) is not None]
+            if known != sorted(set(known)):
+                problems.append(f"{bucket}: the events of version {version} are not in order of acceptance")
+    problems += [f"{key}: its effect happened {times} times" for key, times in keys.items() if times > 1]
+    problems += [
+        f"{bucket}: window {window_id} had {times} effects"
+        for (bucket, window_id), times in effects.items()
+        if times > 1 and bucket.split(":")[1] != "each"
+    ]
+    for answer in told:
+        where = seen[answer.event_id]
+        if len(where) != 1:
+            problems.append(f"{answer.bucket}: {answer.event_id} was handed over {len(where)} times")
+        elif answer.version != where[0][1] or answer.window_id not in (None, where[0][0]):
+            problems.append(f"{answer.bucket}: {answer.event_id} was told another window than it was handed over in")
+    return problems
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+class Process:
+    """A worker process, forked from one that has imported everything: it works within a few hundredths of a second."""
+
+    _context = multiprocessing.get_context("forkserver")
+    _context.set_forkserver_preload(["tests.chaos_handlers"])
+
+    def __init__(self, roles: str, folder: Path, url: str, namespace: str) -> None:
+        self.roles = roles
+        self._process = self._context.Process(target=work, args=(roles, folder, url, namespace), daemon=True)
+        self._process.start()
+
+    @property
+    def lives(self) -> bool:
+        return self._process.is_alive()
+
+    @property
+    def ended_by_itself(self) -> bool:
+        """Whether it ended, and not by a kill. RQ's worker does where the server goes away at some moments."""
+        return self._process.exitcode not in (None, -signal.SIGKILL) and self.roles != "rq"
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def ask_to_stop(self) -> None:
+        self._process.terminate()
+
+    def stopped(self, seconds: float) -> bool:
+        """Whether it ends within so many seconds; it is killed where not."""
+        self._process.join(seconds)
+        if self.lives:
+            self.kill()
+            return False
+        return True
+
+
+@contextmanager
+def _server(folder: Path) -> Iterator[EmbeddedServer]:
+    """A server that loses nothing it has answered, and rewrites its file often."""
+    with EmbeddedServer(folder / "data", config={"auto-aof-rewrite-min-size": "2mb"}) as server:
+        yield server
+
+
+def _pause(seconds: float) -> None:
+    threading.Event().wait(seconds)
+
+
+class Chaos:
+    """One run: `rounds` kills, about `rate` in a second."""
+
+    NAMESPACE = "chaos"
+
+    def __init__(self, rounds: int, seed: int, folder: Path, rate: float) -> None:
+        self.rounds = rounds
+        self.rate = rate
+        self.random = random.Random(seed)
+        self.folder = folder
+        self.world = World(folder)
+        self.world.traps.mkdir()
+        self.world.outside.touch()
+        self.world.kills.touch()
+        self.answers: dict[str, Answer] = {}
+        self.problems: list[str] = []
+        self.struck: Counter[str] = Counter()
+        self.restarts = 0
+        self.pushed = 0
+        self._fleet: list[Process] = []
+        self._set: dict[str, tuple[tuple[str, str], float]] = {}  # trap → its place in PLACES, and until when it waits
+        self._to_set: list[tuple[str, str]] = []
+        self._unsettled = 0
+        self._closing = threading.Event()
+        self._seed = seed
+        self._began = monotonic()
+
+    def run(self) -> None:
+        """Kills, lets everything settle, and judges. What is wrong is in `problems` afterwards."""
+        with _server(self.folder) as self.server, Accumulator(
+            self.server.url, namespace=self.NAMESPACE, partitions=8
+        ) as accumulator:
+            self.accumulator = accumulator
+            self._note_server()
+            for flow, policy in POLICIES.items():
+                accumulator.load_policy(flow, WINDOWS | policy)
+            self._fleet = [self._process(roles) for roles in FLEET]
+            producers = [threading.Thread(target=self._produce, args=(n,), daemon=True) for n in range(2)]
+            for producer in producers:
+                producer.start()
+            try:
+                self._strike_on()
+                self._closing.set()
+                for producer in producers:
+                    producer.join(30)
+                self._settle()
+                self._judge()
+                self._stop()
+            finally:
+                self._closing.set()
+                for process in self._fleet:
+                    process.kill()
+
+    # --- keeping it going ---
+
+    def _process(self, roles: str) -> Process:
+        return Process(roles, self.folder, self.server.url, self.NAMESPACE)
+
+    def _note_server(self) -> None:
+        self.world.server.write_text(str(self.server.pid))
+
+    def _keep(self) -> None:
+        """Whatever died lives again."""
+        if not self.server.running:
+            self.server.restart()
+            self.restarts += 1
+            self._note_server()
+        for i, process in enumerate(self._fleet):
+            if not process.lives:
+                if process.ended_by_itself:
+                    self.problems.append(f"{process.roles} ended by itself")
+                self._fleet[i] = self._process(process.roles)
+
+    def _until(self, condition: Any, seconds: float, what: str) -> bool:
+        until = monotonic() + seconds
+        while monotonic() < until:
+            self._keep()
+            try:
+                if condition():
+                    return True
+            except ServerError:
+                continue
+            _pause(0.05)
+        self.problems.append(f"not within {seconds:g} s: {what}")
+        return False
+
+    def _count_unsettled(self) -> int:
+        health = self.accumulator.store.perform(self.accumulator.operations.health())
+        self._unsettled = health.unsettled
+        return health.unsettled
+
+    # --- killing ---
+
+    @property
+    def kills(self) -> Counter[str]:
+        """Where somebody died → how often."""
+        return self.struck + Counter(self.world.kills.read_text().splitlines())
+
+    def _strike_on(self) -> None:
+        began = told = moved = monotonic()
+        at, effects = began, 0
+        while (kills := self.kills.total()) < self.rounds:
+            self._keep()
+            now = monotonic()
+            if now >= at:
+                self._strike()
+                at = now + self.random.expovariate(self.rate)
+            before, effects = effects, self._effects()
+            if effects > before:
+                moved = now
+            elif now > moved + STUCK:
+                self.problems.append(f"no effect for {STUCK:g} s")
+                return
+            if now >= told + 5:
+                self._say(kills, effects, now - began)
+                told = now
+            with suppress(ServerError):
+                self._count_unsettled()
+            _pause(0.02)
+        self._say(self.kills.total(), self._effects(), monotonic() - began)
+
+    def _say(self, kills: int, effects: int, seconds: float) -> None:
+        print(
+            f"  {kills:5} of {self.rounds} kills ({kills / seconds:4.1f}/s), server back {self.restarts} times; "
+            f"{len(self.answers)} events answered, {effects} effects, {self._unsettled} unsettled",
+            flush=True,
+        )
+
+    def _effects(self) -> int:
+        return self.world.outside.read_bytes().count(b"\n")
+
+    def _strike(self) -> None:
+        """Two of three kills at a step, the others at any moment."""
+        kind = self.random.choices(("step", "server", "handler", "process"), (20, 1, 4, 5))[0]
+        if kind == "step":
+            self._set_trap()
+        elif kind == "handler":
+            # Some time after a beginning: this is how a handler of an RQ worker, a process of its own, is met.
+            self.world.set_trap("some-moment", "process", self.random.uniform(0.0005, 0.02))
+        elif kind == "server":
+            if self.server.running:
+                self.server.kill()
+                self.struck["any moment: server"] += 1
+        else:
+            process = self.random.choice(self._fleet)
+            if process.lives:
+                process.kill()
+                self.struck[f"any moment: {process.roles}"] += 1
+
+    def _set_trap(self) -> None:
+        now = monotonic()
+        for name, (place, until) in list(self._set.items()):
+            trap = self.world.traps / name
+            if not trap.exists():
+                del self._set[name]
+            elif now > until:
+                trap.unlink(missing_ok=True)  # nobody came along: another time
+                del self._set[name]
+                self._to_set.insert(self.random.randint(0, len(self._to_set)), place)
+        if len(self._set) >= 6:
+            return
+        if not self._to_set:
+            # A server's death stops everybody for a while.
+            more = [place for place in PLACES if place[1] == "process"]
+            self._to_set = self.random.sample([*PLACES, *more], len(PLACES) + len(more))
+        place = self._to_set.pop()
+        if place[0] in self._set:
+            self._to_set.insert(0, place)
+            return
+        self.world.set_trap(*place)
+        self._set[place[0]] = (place, now + 5)
+
+    # --- pushing ---
+
+    def _produce(self, number: int) -> None:
+        chance = random.Random(self._seed * 10 + number)
+        names = (f"p{number}-{n}" for n in count())
+        sent: list[dict[str, Any]] = []
+        with Accumulator(self.server.url, namespace=self.NAMESPACE) as accumulator:
+            while not self._closing.is_set():
+                if self._unsettled > MOST_UNSETTLED:
+                    _pause(0.05)
+                    continue
+                batch = [self._event(chance, next(names)) for _ in range(chance.choice((1, 1, 2, 5)))]
+                if sent and chance.random() < 0.1:
+                    batch.append(chance.choice(sent))  # a delivery twice
+                self._deliver(accumulator, batch)
+                sent = [*sent[-50:], *batch]
+                if chance.random() < 0.05:
+                    with suppress(ServerError):
+                        accumulator.flush(batch[0]["bucket_key"])
+                _pause(chance.expovariate(60))
+
+    def _event(self, chance: random.Random, name: str) -> dict[str, Any]:
+        flow = chance.choice(list(POLICIES))
+        return {
+            "event_id": name,
+            "bucket_key": f"{chance.choice(TENANTS)}:{flow}:{chance.randrange(OBJECTS)}",
+            "kind": "end" if chance.random() < 0.2 else "item",
+            "source": "chaos",
+            "occurred_at": datetime.now(UTC),
+            "payload": {"n": name},
+        }
+
+    def _deliver(self, accumulator: Accumulator, events: list[dict[str, Any]]) -> None:
+        """Until every event has an answer: the same again where none came."""
+        while events:
+            try:
+                receipts = accumulator.push_many(events)
+            except ServerError:
+                _pause(0.02)
+                continue
+            events = [e for e, r in zip(events, receipts, strict=True) if r.outcome is Outcome.UNKNOWN]
+            for receipt in receipts:
+                if receipt.outcome is not Outcome.UNKNOWN:
+                    self._note(receipt)
+
+    def _note(self, receipt: Receipt) -> None:
+        event_id = receipt.event_id
+        before = self.answers.get(event_id)
+        if receipt.outcome is Outcome.ACCEPTED and before is None:
+            self.answers[event_id] = Answer(
+                event_id, receipt.bucket_key, receipt.window_version, receipt.window_id, receipt.position
+            )
+        elif receipt.outcome is not Outcome.DUPLICATE:
+            self.problems.append(f"{event_id} was answered {receipt.outcome} {receipt.code}, before: {before}")
+        elif before is None:
+            # Accepted by a call whose answer was lost.
+            self.answers[event_id] = Answer(event_id, receipt.bucket_key, receipt.window_version, None, None)
+        elif before.version != receipt.window_version:
+            self.problems.append(f"{event_id} was answered version {before.version}, then {receipt.window_version}")
+
+    # --- the end ---
+
+    def _settle(self) -> None:
+        for trap in self.world.traps.iterdir():
+            trap.unlink(missing_ok=True)
+        began = monotonic()
+
+        def settled() -> bool:
+            return not self.accumulator.open_buckets() and self._count_unsettled() == 0
+
+        if self._until(settled, TO_SETTLE, "every manifest is confirmed"):
+            print(f"  all is settled {monotonic() - began:.1f} s after the last kill", flush=True)
+
+    def _judge(self) -> None:
+        log = self.world.outside.read_text().splitlines()
+        self.problems += check(self.answers.values(), log)
+        operations, perform = self.accumulator.operations, self.accumulator.store.perform
+        waiting = perform(operations.attention())
+        self.problems += [f"{window_id} waits for a person: {self._tell(window_id)}" for window_id in waiting[:10]]
+        flying = [tenants for tenants in perform(operations.in_flight()) if tenants]
+        if flying and self._unsettled == 0:
+            self.problems.append(f"nothing is unsettled, and yet in flight: {flying}")
+        if self._unsettled:
+            for bucket in sorted({answer.bucket for answer in self.answers.values()}):
+                for manifest in self.accumulator.manifests(bucket):
+                    if not manifest.settled:
+                        self.problems.append(f"{bucket} is not settled: {self._tell(manifest.window_id)}")
+
+    def _tell(self, window_id: str) -> str:
+        """A manifest's last steps and its ledger."""
+        manifest = self.accumulator.manifest(window_id)
+        assert manifest is not None
+        effects = self.accumulator.store.perform(self.accumulator.operations.effects(window_id))
+        steps = [f"{at % 1_000_000} {state} {attempt} {cause}" for at, state, attempt, cause in manifest.timeline[-12:]]
+        return f"version {manifest.window_version} {manifest.state} {manifest.error} {effects} {steps}"
+
+    def _stop(self) -> None:
+        """Asked to, everything ends: the workers, and the jobs that an RQ worker's death left alone."""
+        for process in self._fleet:
+            process.ask_to_stop()
+        for process in self._fleet:
+            if not process.stopped(6):
+                self.problems.append(f"{process.roles} did not stop within 6 s")
+        client: Any = self.accumulator.store.client
+        until = monotonic() + 10
+        while len(client.client_list()) > 1 and monotonic() < until:
+            _pause(0.05)
+
+    def missed(self) -> list[str]:
+        """Places where nobody died."""
+        kills = self.kills
+        return [f"{place} {victim}" for place, victim in PLACES if not kills[f"{place} {victim}"]]
+
+
+# --- closing, while thousands wait ------------------------------------------------------------------------------------
+
+
+def closing_delays(waiting: int, windows: int, folder: Path) -> tuple[list[int], list[int]]:
+    """ms between the due instant and the closing of `windows` windows each, without and with `waiting` manifests that
+    nobody runs. Both kinds of run alternate, on one server."""
+    soon = {"inactivity": "300ms", "sink": "none"}
+    policies = {"soon": soon} | {
+        f"{sink}-waits": {"inactivity": "1h", "max_age": "1h", "max_events": 1, "sink": sink} for sink in ("direct", "rq")
+    }
+    found: dict[str, list[int]] = {"without": [], "with": []}
+    (folder / "traps").mkdir()
+    with ExitStack() as stack:
+        server = stack.enter_context(_server(folder))
+        spaces = {name: stack.enter_context(Accumulator(server.url, namespace=name)) for name in found}
+        for accumulator in spaces.values():
+            for flow, policy in policies.items():
+                accumulator.load_policy(flow, policy)
+        many = [
+            _plain_event(f"{TENANTS[n % 2]}:{('direct', 'rq')[n // 2 % 2]}-waits:{n}") for n in range(waiting)
+        ]
+        spaces["with"].push_many(many)
+        for turn in range(2):
+            for name, accumulator in spaces.items():
+                workers = [Process(role, folder, server.url, name) for role in ("closer", "dispatcher")]
+                _pause(1.0)  # a new process sees what is there first
+                keys = [f"t:soon:{turn}-{n}" for n in range(windows // 2)]
+                for key in keys:
+                    accumulator.push(_plain_event(key))
+                    _pause(0.003)
+                until = monotonic() + 20
+                while accumulator.open_buckets() and monotonic() < until:
+                    _pause(0.05)
+                manifests = [manifest for key in keys for manifest in accumulator.manifests(key)]
+                found[name] += [manifest.sealed_at - manifest.closed_at for manifest in manifests]
+                for worker in workers:
+                    worker.kill()
+        unsettled = spaces["with"].store.perform(spaces["with"].operations.health()).unsettled
+        assert unsettled == waiting, f"{unsettled} manifests wait"
+    return found["without"], found["with"]
+
+
+def _plain_event(key: str) -> dict[str, Any]:
+    return {"event_id": "1", "bucket_key": key, "kind": "k", "source": "s", "occurred_at": datetime.now(UTC)}
+
+
+def p99(values: Sequence[int]) -> float:
+    return statistics.quantiles(values, n=100)[98]
+
+
+def delay_problems(without: Sequence[int], with_them: Sequence[int], windows: int) -> list[str]:
+    """A generous bound: a machine is never quiet. What thousands of manifests cost each closing would be far more."""
+    problems = []
+    if not len(without) == len(with_them) == windows:
+        problems.append(f"of {windows} windows each, {len(without)} and {len(with_them)} were closed")
+    elif p99(with_them) > 3 * p99(without) + 30:
+        problems.append("closing is slower while manifests wait")
+    return problems
+
+
+# --- the program ------------------------------------------------------------------------------------------------------
+
+
+def _report(kills: Mapping[str, int]) -> None:
+    at_steps: defaultdict[str, list[int]] = defaultdict(list)
+    for place, victim in PLACES:
+        at_steps[place.rpartition("-")[0]].append(kills.get(f"{place} {victim}", 0))
+    print("\n  kills at a step    before: process, server   after: process, server")
+    for step, (a, b, c, d) in at_steps.items():
+        print(f"  {step:18} {a:15} {b:7} {c:16} {d:7}")
+    for name in sorted(kills):
+        if name.startswith(("any", "some")):
+            print(f"  {name:40} {kills[name]:5}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=100, help="how often somebody is killed")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rate", type=float, default=12.0, help="kills that are tried in a second")
+    parser.add_argument("--waiting", type=int, default=20_000, help="manifests that wait while windows are closed")
+    parser.add_argument("--windows", type=int, default=800, help="windows that are closed without them, and with them")
+    options = parser.parse_args(arguments)
+    problems: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+        if options.rounds:
+            folder = Path(name, "kills")
+            folder.mkdir()
+            chaos = Chaos(options.rounds, options.seed, folder, options.rate)
+            print(f"{options.rounds} kills, seed {options.seed}", flush=True)
+            try:
+                chaos.run()
+            finally:
+                problems += chaos.problems
+                _report(chaos.kills)
+            if options.rounds >= 5 * len(PLACES) and (missed := chaos.missed()):
+                problems.append(f"nobody died at {', '.join(missed)}")
+        if options.waiting:
+            folder = Path(name, "waiting")
+            folder.mkdir()
+            without, with_them = closing_delays(options.waiting, options.windows, folder)
+            print(f"\nsealed_at - closed_at of {options.windows} windows, p50 and p99 in ms")
+            for values, what in ((without, "nothing waits"), (with_them, f"{options.waiting} manifests wait")):
+                print(f"  {what:24} {statistics.median(values):6.0f} {p99(values):6.0f}")
+            problems += delay_problems(without, with_them, options.windows)
+    for problem in problems[:100]:
+        print(f"WRONG: {problem}")
+    print(f"\n{len(problems)} problems" if problems else "\neach effect once, in order, none missing")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

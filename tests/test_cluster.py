@@ -1,0 +1,191 @@
+"""A real cluster of three primaries: every key a script touches lies in its partition's slot (B047, B048)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+
+import pytest
+import redis
+import redis.asyncio
+
+from accumulator import keys
+from accumulator.client import Accumulator, AsyncAccumulator
+from accumulator.embedded import EmbeddedServer
+from accumulator.envelope import Event
+from accumulator.errors import ServerRefused
+from accumulator.operations import Outcome, Receipt
+from accumulator.runner import run_attempt
+from accumulator.store import Store
+from tests.conftest import wait_until
+
+AT = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[list[EmbeddedServer]]:
+    """Three primaries that share the 16384 slots."""
+    with ExitStack() as stack:
+        options = {"cluster-enabled": "yes", "cluster-node-timeout": "2000", "cluster-allow-replica-migration": "no"}
+        servers = [stack.enter_context(EmbeddedServer(config=options)) for _ in range(3)]
+        clients = [stack.enter_context(redis.Redis(port=server.port)) for server in servers]
+        bounds = [0, 5461, 10923, 16384]
+        for client, (first, after) in zip(clients, pairwise(bounds), strict=True):
+            client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, after - 1)
+        for server in servers[1:]:
+            clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", server.port)
+        wait_until(lambda: all(_ready(client) for client in clients), timeout=30)
+        yield servers
+
+
+def _ready(client: redis.Redis) -> bool:
+    info = client.execute_command("CLUSTER", "INFO")
+    text = info if isinstance(info, dict) else dict(line.split(":", 1) for line in info.decode().split() if ":" in line)
+    return text["cluster_state"] == "ok" and text["cluster_known_nodes"] == "3"
+
+
+def _event(number: int, bucket: int, kind: str = "changed") -> Event:
+    return Event(
+        event_id=f"e{number}",
+        bucket_key=f"acme:order:{bucket}",
+        kind=kind,
+        occurred_at=AT + timedelta(seconds=number),
+        source="test",
+        source_version=number,
+        payload={"n": number},
+    )
+
+
+def test_b047_everything_on_a_cluster(cluster: list[EmbeddedServer]) -> None:
+    now = 1_767_225_600_000
+    client = redis.RedisCluster(host="127.0.0.1", port=cluster[0].port)
+    try:
+        accumulator = Accumulator(client, namespace="t-cluster", clock=lambda: now)
+        perform, operations = accumulator.store.perform, accumulator.operations
+        accumulator.load_policy("order", {"inactivity": "10s", "sink": "direct", "order_by": "source_version"})
+
+        first = accumulator.push_many([_event(i, i % 200) for i in range(600)])
+        assert Counter(receipt.outcome for receipt in first) == {Outcome.ACCEPTED: 600}
+        again = accumulator.push_many([_event(i, i % 200) for i in range(600)])
+        assert Counter(receipt.outcome for receipt in again) == {Outcome.DUPLICATE: 600}
+        assert len(accumulator.open_buckets()) == 200
+
+        assert accumulator.flush("acme:order:0").outcome == "flushed"
+        assert accumulator.hold("acme:order:1", "20s").window_version == 1
+        assert accumulator.retract("acme:order:2", "e2").outcome == "retracted"
+
+        now += 10_000
+        for partition in range(operations.partitions):
+            perform(operations.tick(partition, 1000))
+        assert len(accumulator.open_buckets()) == 1
+
+        late = accumulator.push(_event(3, 3, "again").model_copy(update={"event_id": "late"}))
+        assert (late.outcome, late.late, late.window_version) == (Outcome.ACCEPTED, True, 2)
+
+        manifests = accumulator.manifests("acme:order:2")
+        assert [m.event_ids for m in manifests] == [("e202", "e402")]
+        assert manifests[0].retracted_event_ids == ("e2",)
+
+        taken = [t for p in range(operations.partitions) for t in perform(operations.take(p, "direct", 500, 30_000))]
+        assert len({t.window_id for t in taken}) == 199
+        assert run_attempt(accumulator, taken[0].window_id, taken[0].attempt) == "returned"  # no handler registered
+        assert accumulator.counters()["accepted"] == 601
+
+        slots = {
+            client.keyslot(key)
+            for node in client.get_primaries()
+            for key in client.scan_iter(match="t-cluster:{*", target_nodes=node)
+        }
+        assert slots == {client.keyslot(keys.timers(prefix)) for prefix in operations.prefixes}
+    finally:
+        client.close()
+
+
+async def test_async_client_on_a_cluster(cluster: list[EmbeddedServer]) -> None:
+    client = redis.asyncio.RedisCluster(host="127.0.0.1", port=cluster[0].port)
+    try:
+        accumulator = AsyncAccumulator(client, namespace="t-acluster")
+        await accumulator.load_policy("order", {"inactivity": "10s"})
+        receipts = await accumulator.push_many([_event(i, i % 50) for i in range(200)])
+        assert {receipt.outcome for receipt in receipts} == {Outcome.ACCEPTED}
+        assert len(await accumulator.open_buckets()) == 50
+        flushed = await asyncio.gather(*(accumulator.flush(f"acme:order:{i}") for i in range(50)))
+        assert {answer.outcome for answer in flushed} == {"flushed"}
+    finally:
+        await client.aclose()
+
+
+def test_a_slot_that_moves_delays_and_loses_nothing(cluster: list[EmbeddedServer]) -> None:
+    """A partition's slot is moved key by key while its buckets are pushed to and closed."""
+    client = redis.RedisCluster(host="127.0.0.1", port=cluster[0].port)
+    nodes = [redis.Redis(port=server.port) for server in cluster]
+    try:
+        now = 1_767_225_600_000
+        accumulator = Accumulator(client, namespace="t-moving", partitions=1, clock=lambda: now)
+        perform, operations = accumulator.store.perform, accumulator.operations
+        accumulator.load_policy("order", {"inactivity": "10s", "max_events": 7, "sink": "direct"})
+        slot = client.keyslot(keys.timers(operations.prefixes[0]) if operations.prefixes else "t-moving:{0}:timers")
+        ids = [node.execute_command("CLUSTER", "MYID").decode() for node in nodes]
+        owner = next(i for i, node in enumerate(nodes) if node.execute_command("CLUSTER", "COUNTKEYSINSLOT", slot))
+        target = (owner + 1) % 3
+        answered: set[str] = set()
+
+        def push(number: int) -> None:
+            receipt = accumulator.push(_event(number, number % 20))
+            assert receipt.outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE)
+            answered.add(receipt.event_id)
+
+        for i in range(100):
+            push(i)
+        nodes[target].execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[owner])
+        nodes[owner].execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
+        number = 100
+        while names := nodes[owner].execute_command("CLUSTER", "GETKEYSINSLOT", slot, 7):
+            for i in range(number, number + 5):
+                taken = _try(accumulator, _event(i, i % 20))  # those that are refused for now are sent again below
+                if taken is not None:
+                    answered.add(taken.event_id)
+            number += 5
+            nodes[owner].execute_command("MIGRATE", "127.0.0.1", cluster[target].port, "", 0, 5000, "KEYS", *names)
+        for node in (nodes[target], nodes[owner], nodes[3 - owner - target]):
+            node.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[target])
+        for i in range(100, number):
+            push(i)
+        assert answered == {f"e{i}" for i in range(number)}
+
+        now += 10_000
+        while perform(operations.tick(0, 1000)).handled:
+            continue
+        assert accumulator.open_buckets() == []
+        found = [i for b in range(20) for m in accumulator.manifests(f"acme:order:{b}") for i in m.event_ids]
+        assert sorted(found) == sorted(answered)
+        assert len(found) == number
+    finally:
+        for node in nodes:
+            node.close()
+        client.close()
+
+
+def _try(accumulator: Accumulator, event: Event) -> Receipt | None:
+    """The answer, or None where the server refuses for now."""
+    with suppress(ServerRefused):
+        return accumulator.push(event)
+    return None
+
+
+def test_b048_partitions_share_the_load() -> None:
+    counts = Counter(keys.partition_of(f"acme:order:{i}", 64) for i in range(10_000))
+    assert len(counts) == 64
+    assert max(counts.values()) <= 2 * 10_000 / 64
+
+
+def test_cluster_store_is_recognised(cluster: list[EmbeddedServer]) -> None:
+    client = redis.RedisCluster(host="127.0.0.1", port=cluster[0].port)
+    try:
+        assert Store(client).perform(Accumulator(client, namespace="t-x").operations.server_time()) > 0
+    finally:
+        client.close()
