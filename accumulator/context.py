@@ -1,4 +1,4 @@
-"""What a handler sees of a manifest, and what it may do: effects, stages, checkpoints.
+"""What a handler sees of a manifest or of a ladder's step, and what it may do: effects, stages, checkpoints.
 
 All of it asks the server under the attempt's token. An attempt whose lease ran out can begin and confirm nothing more:
 :class:`LeaseLost` ends it, and somebody else has taken over.
@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import secrets
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from time import monotonic
 from types import TracebackType
@@ -18,7 +19,8 @@ from typing import Any, Final, NamedTuple, Self
 import orjson
 
 from accumulator.client import Accumulator
-from accumulator.envelope import MISSING
+from accumulator.emission import Emission
+from accumulator.envelope import MISSING, Event
 from accumulator.errors import InvalidInput
 from accumulator.handlers import Diverged, Handler, NotDone, Superseded, Timeout
 from accumulator.manifest import Manifest, StoredEvent
@@ -26,6 +28,7 @@ from accumulator.policy import Policy
 
 MAX_CHECKPOINT: Final = 16 << 10
 MAX_RESULT: Final = 64 << 10
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class LeaseLost(Exception):
@@ -64,18 +67,18 @@ def _encode(value: object, field: str, most: int) -> str:
 
 
 class Effect:
-    """A consequence outside, under an idempotency `key`; see :meth:`Context.effect`.
+    """A consequence outside, under an idempotency `key`; see :meth:`Work.effect`.
 
     ``needed`` says whether it is to be done; where it is not, `result` is what was recorded when it was. Set `result`
     (a JSON value) to have it recorded.
     """
 
-    def __init__(self, ctx: Context, name: str, verify: Callable[[str], Any] | None) -> None:
+    def __init__(self, ctx: Work, name: str, verify: Callable[[str], Any] | None) -> None:
         self._ctx = ctx
         self._name = name
         self._verify = verify
         self._nonce = secrets.token_hex(6)
-        self.key = f"{ctx.window_id}:{name}"
+        self.key = f"{ctx.effect_key}:{name}"
         self.needed = True
         self.result: Any = None
 
@@ -121,32 +124,39 @@ class Effect:
         await asyncio.to_thread(self.__exit__, kind, error, trace)
 
 
-class Context:
-    """What a handler gets: the manifest, its events, and what it may do under this attempt.
+class Work:
+    """What a handler gets of a manifest and of a ladder's step alike, and what it may do under this attempt.
 
-    `manifests` are all that this hand-over holds, the oldest first, `manifest` the last of them; `events` those of all.
-    `results` holds what earlier stages returned, `left` the checkpoint it leaves. Only an attempt that holds its lease
-    may do anything: LeaseLost else.
+    `window_id` is the id of what is handled, `effect_key` what the keys of its effects begin with. `results` holds what
+    earlier stages returned, `left` the checkpoint it leaves. Only an attempt that holds its lease may do anything:
+    LeaseLost else.
     """
 
-    def __init__(self, accumulator: Accumulator, handler: Handler, manifests: tuple[Manifest, ...], token: str) -> None:
+    def __init__(
+        self,
+        accumulator: Accumulator,
+        handler: Handler,
+        window_id: str,
+        effect_key: str,
+        handled: Manifest | Emission,
+        token: str,
+    ) -> None:
         self._accumulator = accumulator
         self._token = token
         self._until = monotonic() + handler.timeout / 1000
         self.left = ""
         self.handler = handler
-        self.manifests = manifests
-        self.manifest = manifests[-1]
-        self.window_id = self.manifest.window_id
-        self.bucket_key = self.manifest.bucket_key
-        self.flow = self.manifest.flow
-        self.attempt = self.manifest.attempt
-        self.failures = self.manifest.failures
-        self.approved_by = self.manifest.approved_by
+        self.window_id = window_id
+        self.effect_key = effect_key
+        self.bucket_key = handled.bucket_key
+        self.flow = handled.flow
+        self.attempt = handled.attempt
+        self.failures = handled.failures
+        self.approved_by = handled.approved_by
         self.results: dict[str, Any] = {}
 
     def __repr__(self) -> str:
-        return f"<Context {self.window_id} attempt {self.attempt}>"
+        return f"<{type(self).__name__} {self.window_id} attempt {self.attempt}>"
 
     def _resolve(self, value: Any) -> Any:
         """The value, or what a coroutine gives, run to its end in a loop of its own, within the handler's timeout."""
@@ -167,6 +177,88 @@ class Context:
 
     def _ask(self, name: str, *args: Any) -> Any:
         return self._perform(name, self.window_id, self._token, *args)
+
+    def effect(self, name: str, *, event_id: str | None = None, verify: Callable[[str], Any] | None = None) -> Effect:
+        """A consequence outside, once: ``with ctx.effect("charge") as effect: if effect.needed: …``, or ``async with``.
+
+        It is begun in the ledger before the body runs and confirmed after it. Where an earlier attempt began and did
+        not confirm it, `verify` is asked with the idempotency key: false (it did not happen), true or its result (it
+        did), None (nobody can tell). Without `verify` such a manifest goes to reconciliation. An exception in the body
+        leaves it in doubt, but for NotDone. `event_id` makes it an effect of that event, so that a retry skips the
+        events that are done.
+        """
+        if not name or len(name) > 200 or ":" in name:
+            raise InvalidInput("effect", "its name must be 1 to 200 characters without ':'")
+        return Effect(self, name if event_id is None else f"{name}:{event_id}", verify)
+
+    def once(
+        self,
+        name: str,
+        call: Callable[[str], Any],
+        *,
+        event_id: str | None = None,
+        verify: Callable[[str], Any] | None = None,
+    ) -> Any:
+        """``call(key)`` as an effect: its result, or the recorded one where it was done before."""
+        with self.effect(name, event_id=event_id, verify=verify) as effect:
+            if effect.needed:
+                effect.result = self._resolve(call(effect.key))
+        return effect.result
+
+    def run(self) -> None:
+        """Runs the handler to its end; raises what it raises, and NeedsApproval, Stale, Uncertain, Diverged."""
+        if self.handler.stages is not None:
+            self._run_stages(self.handler.stages)
+        elif self.handler.function is not None:
+            self._resolve(self.handler.function(self))
+
+    def quotes(self, text: str) -> bool:
+        """Whether a text quotes what is not to be repeated: payloads, arguments."""
+        raise NotImplementedError
+
+    def _run_stages(self, stages: Any) -> None:
+        kept = self._perform("stages", self.window_id)
+        self.results = {name: orjson.loads(text) for name, text in kept.items()}
+        for _ in range(3):
+            for name in ("load", "interpret", "propose"):
+                self._stage(stages, name)
+            if self.approved_by is None and hasattr(stages, "approve") and self._resolve(stages.approve(self)):
+                raise NeedsApproval
+            if not hasattr(stages, "revalidate") or self._resolve(stages.revalidate(self)) is not False:
+                break
+            self.results.clear()
+            self.approved_by = None
+        else:
+            raise Stale
+        if hasattr(stages, "execute"):
+            verify = getattr(stages, "verify", None)
+            self.results["execute"] = self.once(
+                "execute",
+                lambda key: stages.execute(self, key),
+                verify=None if verify is None else lambda key: verify(self, key),
+            )
+        if hasattr(stages, "confirm") and self._resolve(stages.confirm(self)) is False:
+            raise Diverged
+
+    def _stage(self, stages: Any, name: str) -> None:
+        if name in self.results or not hasattr(stages, name):
+            return
+        self.results[name] = self._resolve(getattr(stages, name)(self))
+        if not self._ask("save_stage", name, _encode(self.results[name], name, MAX_RESULT)):
+            raise LeaseLost
+
+
+class Context(Work):
+    """What a handler gets: the manifest, its events, and what it may do under this attempt.
+
+    `manifests` are all that this hand-over holds, the oldest first, `manifest` the last of them; `events` those of all.
+    """
+
+    def __init__(self, accumulator: Accumulator, handler: Handler, manifests: tuple[Manifest, ...], token: str) -> None:
+        self.manifests = manifests
+        self.manifest = manifests[-1]
+        window_id = self.manifest.window_id
+        super().__init__(accumulator, handler, window_id, window_id, self.manifest, token)
 
     @property
     def events(self) -> tuple[StoredEvent, ...]:
@@ -218,33 +310,6 @@ class Context:
         """Leaves a checkpoint (a JSON value, up to 16 KiB) to the bucket's next window, when this one is confirmed."""
         self.left = _encode(checkpoint, "checkpoint", MAX_CHECKPOINT)
 
-    def effect(self, name: str, *, event_id: str | None = None, verify: Callable[[str], Any] | None = None) -> Effect:
-        """A consequence outside, once: ``with ctx.effect("charge") as effect: if effect.needed: …``, or ``async with``.
-
-        It is begun in the ledger before the body runs and confirmed after it. Where an earlier attempt began and did
-        not confirm it, `verify` is asked with the idempotency key: false (it did not happen), true or its result (it
-        did), None (nobody can tell). Without `verify` such a manifest goes to reconciliation. An exception in the body
-        leaves it in doubt, but for NotDone. `event_id` makes it an effect of that event, so that a retry skips the
-        events that are done.
-        """
-        if not name or len(name) > 200 or ":" in name:
-            raise InvalidInput("effect", "its name must be 1 to 200 characters without ':'")
-        return Effect(self, name if event_id is None else f"{name}:{event_id}", verify)
-
-    def once(
-        self,
-        name: str,
-        call: Callable[[str], Any],
-        *,
-        event_id: str | None = None,
-        verify: Callable[[str], Any] | None = None,
-    ) -> Any:
-        """``call(key)`` as an effect: its result, or the recorded one where it was done before."""
-        with self.effect(name, event_id=event_id, verify=verify) as effect:
-            if effect.needed:
-                effect.result = self._resolve(call(effect.key))
-        return effect.result
-
     def superseded(self) -> None:
         """Raises Superseded where the bucket has a newer window, open or closed. To be asked just before what others
         would see."""
@@ -260,47 +325,46 @@ class Context:
                 return
         raise InvalidInput("event_id", "is not in this manifest")
 
-    def run(self) -> None:
-        """Runs the handler to its end; raises what it raises, and NeedsApproval, Stale, Uncertain, Diverged."""
-        if self.handler.stages is not None:
-            self._run_stages(self.handler.stages)
-        elif self.handler.function is not None:
-            self._resolve(self.handler.function(self))
-
     def quotes(self, text: str) -> bool:
         """Whether a text quotes one of the payloads."""
         return any(part in text for entry in self.events for part in _texts(entry.event.payload))
 
-    def _run_stages(self, stages: Any) -> None:
-        kept = self._perform("stages", self.window_id)
-        self.results = {name: orjson.loads(text) for name, text in kept.items()}
-        for _ in range(3):
-            for name in ("load", "interpret", "propose"):
-                self._stage(stages, name)
-            if self.approved_by is None and hasattr(stages, "approve") and self._resolve(stages.approve(self)):
-                raise NeedsApproval
-            if not hasattr(stages, "revalidate") or self._resolve(stages.revalidate(self)) is not False:
-                break
-            self.results.clear()
-            self.approved_by = None
-        else:
-            raise Stale
-        if hasattr(stages, "execute"):
-            verify = getattr(stages, "verify", None)
-            self.results["execute"] = self.once(
-                "execute",
-                lambda key: stages.execute(self, key),
-                verify=None if verify is None else lambda key: verify(self, key),
-            )
-        if hasattr(stages, "confirm") and self._resolve(stages.confirm(self)) is False:
-            raise Diverged
 
-    def _stage(self, stages: Any, name: str) -> None:
-        if name in self.results or not hasattr(stages, name):
-            return
-        self.results[name] = self._resolve(getattr(stages, name)(self))
-        if not self._ask("save_stage", name, _encode(self.results[name], name, MAX_RESULT)):
-            raise LeaseLost
+class StepContext(Work):
+    """What a handler gets of what a ladder emits: a step, or that it was cancelled or escalated (`event`).
+
+    `ladder` is its name, `step` the step's, `attributes` what the configuration says of it, `args` what was given at
+    the start. `key` is the idempotency key, made of ladder, bucket key, start id and step: the same in every attempt,
+    and the beginning of the keys of its effects. `by_event` names the event that cancelled the ladder.
+    """
+
+    def __init__(self, accumulator: Accumulator, handler: Handler, emission: Emission, token: str) -> None:
+        super().__init__(accumulator, handler, emission.emission_id, emission.key, emission, token)
+        self.emission = emission
+        self.ladder = emission.ladder
+        self.ladder_id = emission.ladder_id
+        self.event = emission.event
+        self.step = emission.step
+        self.attributes = emission.attributes
+        self.args = emission.args
+        self.key = emission.key
+        self.start_id = emission.start_id
+        self.by_event = emission.by_event
+        self.reason = emission.reason
+        self.anchor_at = _EPOCH + timedelta(milliseconds=emission.anchor_at)
+        self.due_at = _EPOCH + timedelta(milliseconds=emission.due_at)
+
+    @cached_property
+    def cancelling_event(self) -> Event | None:
+        """The event that cancelled the ladder, where it is still kept; None else."""
+        if self.by_event is None:
+            return None
+        found: Event | None = self._perform("find_event", self.bucket_key, self.by_event)
+        return found
+
+    def quotes(self, text: str) -> bool:
+        """Whether a text quotes one of the arguments."""
+        return any(part in text for part in _texts(self.args))
 
 
 def _texts(value: object) -> Iterator[str]:

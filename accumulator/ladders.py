@@ -26,17 +26,21 @@ import json
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple
 from zoneinfo import ZoneInfo
 
-from accumulator.errors import InvalidInput, InvalidPolicy
+from accumulator.errors import InvalidInput, InvalidLadder, InvalidPolicy
 from accumulator.policy import Policy, parse_duration, shown
 
+ESCALATE: Final = "escalate"
+"""Name of the step that ends a ladder whose steps brought nothing."""
 MAX_STEPS: Final = 100
 MAX_KINDS: Final = 100
 MAX_DEFINITION: Final = 64 << 10
 MAX_ARGS: Final = 16 << 10
 
+_TAKEN: Final = ("cancelled", ESCALATE, "exhausted")
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _MS: Final = timedelta(milliseconds=1)
 _DAY_MS: Final = 86_400_000
@@ -108,7 +112,8 @@ class Scheduled(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The steps whose conditions hold, in order, and the instant (ms) after the final wait. `now`: escalated at once."""
+    """The steps whose conditions hold, in order, and the instant (ms) after the final wait. `now`: escalated at
+    once."""
 
     steps: tuple[Scheduled, ...]
     ends: int
@@ -124,15 +129,20 @@ class Ladder(NamedTuple):
     steps: tuple[Step, ...]
     cancel_on: tuple[str, ...]
     final_wait: Offset
-    escalate: bool
+    escalate: dict[str, Any] | None
+    """Free attributes of the step after the final wait; None: there is none."""
     skip_to_escalate: Condition | None
     past: Literal["send", "skip"]
     options: str
     """The same as canonical JSON, as it was written: equal content, equal text."""
 
+    @property
+    def escalates(self) -> bool:
+        return self.escalate is not None
+
     @classmethod
     def load(cls, name: str, options: object) -> Ladder:
-        """Checks a ladder. Raises InvalidPolicy: `flow` names the ladder, `field` the option or step."""
+        """Checks a ladder. Raises InvalidLadder: `flow` names the ladder, `field` the option or step."""
         return _Reader(name).ladder(options)
 
     @classmethod
@@ -153,7 +163,9 @@ class Ladder(NamedTuple):
         return Schedule(tuple(found), self._instant(found[-1].at if found else anchor_ms, self.final_wait), False)
 
     def attributes(self, step: str) -> dict[str, Any]:
-        """A step's free attributes; of ``escalate`` none."""
+        """A step's free attributes."""
+        if step == ESCALATE:
+            return dict(self.escalate or {})
         return next((dict(s.attributes) for s in self.steps if s.name == step), {})
 
     def _instant(self, anchor_ms: int, offset: Offset) -> int:
@@ -172,14 +184,15 @@ class Ladder(NamedTuple):
 class _Reader:
     """Reads a ladder's options, one method for each shape."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: object) -> None:
+        self.given = name
+        self.name = name if isinstance(name, str) else shown(name)
 
-    def wrong(self, field: str, rule: str) -> InvalidPolicy:
-        return InvalidPolicy(f"ladder {self.name}" if isinstance(self.name, str) else "ladder", field, rule)
+    def wrong(self, field: str, rule: str) -> InvalidLadder:
+        return InvalidLadder(self.name, field, rule)
 
     def ladder(self, options: object) -> Ladder:
-        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+        if not isinstance(self.given, str) or not _NAME.fullmatch(self.name):
             raise self.wrong("name", "must be 1 to 64 of A-Z, a-z, 0-9, _, . and -")
         given = self.mapping("options", options)
         odd = sorted(set(given) - _OPTIONS)
@@ -200,19 +213,20 @@ class _Reader:
         names = [step.name for step in steps]
         if len(set(names)) < len(names):
             raise self.wrong("steps", "two of them have one name")
-        for before, after in zip(steps, steps[1:], strict=False):
+        for before, after in pairwise(steps):
             if _rough(after.offset) < _rough(before.offset):
                 raise self.wrong(after.name, f"comes before {before.name}: steps must be in the order of their offsets")
         escalate = given.get("escalate", False)
         if not isinstance(escalate, bool):
-            raise self.wrong("escalate", "must be true or false")
+            escalate = dict(self.mapping("escalate", escalate))
         skip = self.condition("skip_to_escalate", given.get("skip_to_escalate"))
-        if skip is not None and not escalate:
-            raise self.wrong("skip_to_escalate", "needs escalate: true")
+        if skip is not None and escalate is False:
+            raise self.wrong("skip_to_escalate", "needs escalate")
         final = self.offset("final_wait", given.get("final_wait", "0s"))
         if final.at is not None or (final.ms or 0) < 0 or final.days < 0:
             raise self.wrong("final_wait", "must be a duration, not below zero")
-        return Ladder(self.name, anchor, timezone, steps, self.kinds(given), final, escalate, skip, past, text)
+        ending = None if escalate is False else {} if escalate is True else escalate
+        return Ladder(self.name, anchor, timezone, steps, self.kinds(given), final, ending, skip, past, text)
 
     def text_of(self, given: Mapping[str, Any]) -> str:
         try:
@@ -246,8 +260,9 @@ class _Reader:
     def step(self, index: int, value: object) -> Step:
         given = self.mapping(f"steps[{index}]", value)
         name = given.get("name")
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or name == "escalate":
-            raise self.wrong(f"steps[{index}]", "name must be 1 to 64 of A-Z, a-z, 0-9, _, . and -, and not 'escalate'")
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _TAKEN:
+            rule = f"name must be 1 to 64 of A-Z, a-z, 0-9, _, . and -, and none of {', '.join(_TAKEN)}"
+            raise self.wrong(f"steps[{index}]", rule)
         if "offset" not in given:
             raise self.wrong(name, "offset is required")
         stale = given.get("stale_after")

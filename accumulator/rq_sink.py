@@ -27,8 +27,9 @@ from redis.retry import Retry
 
 from accumulator import logs
 from accumulator.client import Accumulator
+from accumulator.emission import is_emission
 from accumulator.errors import AccumulatorError, HandlerMissing, InternalError
-from accumulator.handlers import Timeout, find_handler, load_handlers
+from accumulator.handlers import Timeout, find_handler, load_handlers, longest_step
 from accumulator.operations import Taken
 from accumulator.role import SLICE, Role, Turns
 from accumulator.runner import WATCH, run_attempt
@@ -103,7 +104,10 @@ class Dispatcher(Role):
 
 def _job(taken: Taken) -> Any:
     try:
-        timeout = find_handler(taken.bucket_key.split(":", 2)[1]).timeout
+        if is_emission(taken.window_id):
+            timeout = longest_step() or _USUAL_TIMEOUT  # of whichever ladder it is
+        else:
+            timeout = find_handler(taken.bucket_key.split(":", 2)[1]).timeout
     except HandlerMissing:
         timeout = _USUAL_TIMEOUT  # the RQ worker may know more than we do; else it says so
     return rq.Queue.prepare_data(

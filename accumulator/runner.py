@@ -11,7 +11,8 @@ from time import monotonic
 from typing import Final, TypeVar
 
 from accumulator.client import Accumulator
-from accumulator.context import Context, LeaseLost, NeedsApproval, Uncertain
+from accumulator.context import Context, LeaseLost, NeedsApproval, StepContext, Uncertain, Work
+from accumulator.emission import Emission, is_emission
 from accumulator.errors import AccumulatorError, HandlerMissing, ServerError
 from accumulator.handlers import (
     Diverged,
@@ -21,6 +22,7 @@ from accumulator.handlers import (
     Superseded,
     cause_of,
     find_handler,
+    find_step_handler,
 )
 from accumulator.logs import get_logger, place
 from accumulator.manifest import Manifest
@@ -70,6 +72,7 @@ class Attempt:
         self._handler: Handler | None = None
         self._lease_until = 0.0
         self._group: tuple[Manifest, ...] = ()
+        self._emission: Emission | None = None
         self._lock = threading.Lock()
         self._ended = False
         self._log = get_logger("runner").bind(window_id=window_id, attempt=attempt)
@@ -78,6 +81,9 @@ class Attempt:
         """How it ended, as settle takes it; None where this attempt had or has no say. Raises nothing of the handler's;
         ServerError where it could not even begin: then the manifest's watch brings it back."""
         store, operations = self.accumulator.store, self.accumulator.operations
+        if is_emission(self.window_id):
+            self._emission = _keep_trying(lambda: store.perform(operations.emission(self.window_id)), PATIENCE)
+            self.bucket_key = None if self._emission is None else self._emission.bucket_key
         key = self.bucket_key or _keep_trying(lambda: store.perform(operations.owner(self.window_id)), PATIENCE)
         if key is None:
             self._log.error("manifest_unknown")
@@ -85,10 +91,16 @@ class Attempt:
         self.bucket_key = key
         flow = key.split(":", 2)[1]
         self._log = self._log.bind(flow=flow, bucket_key=key)
+        missing = False
         try:
-            handler = self._handler = find_handler(flow)
+            if self._emission is None:
+                handler: Handler | None = find_handler(flow)
+            else:
+                self._log = self._log.bind(ladder=self._emission.ladder)
+                handler = find_step_handler(self._emission.ladder, self._emission.event)
         except HandlerMissing:
-            handler = None
+            handler, missing = None, True
+        self._handler = handler
         lease = LEASE_MARGIN + handler.timeout if handler else _BRIEF_LEASE
         most = handler.max_attempts if handler else 0
         self._lease_until = monotonic() + lease / 1000
@@ -99,11 +111,16 @@ class Attempt:
             if grant.manifest is None:
                 self._log.debug("not_granted", state=grant.state)
                 return None
-            self._group = self._hand_over(grant.manifest)
+            if isinstance(grant.manifest, Emission):
+                self._emission = grant.manifest
+            else:
+                self._group = self._hand_over(grant.manifest)
         except ServerError:
             raise
         except AccumulatorError as problem:
             return self._settle(Ending("failed", cause_of(problem), 60_000, text=str(problem)))
+        if handler is None and not missing:
+            return self._settle(Ending("confirmed", "no_handler"))  # nobody wants to know
         if handler is None:
             self._log.error("handler_missing")
             return self._settle(Ending("returned", "HandlerMissing", min(600_000, 5_000 << min(self.attempt - 1, 10))))
@@ -121,13 +138,13 @@ class Attempt:
 
     def _handle(self, handler: Handler) -> str | None:
         seconds = handler.timeout / 1000
-        ctx = Context(self.accumulator, handler, self._group, self.token)
+        ctx = self._context(handler)
         self.deadline = monotonic() + seconds
         try:
             odd = next((m.anomaly for m in self._group if m.anomaly), None)
             if odd is not None:
                 ending = Ending("reconciling", odd)
-            elif not handler.loads and {e.event.kind for e in ctx.events} & set(ctx.policy.requery_kinds):
+            elif isinstance(ctx, Context) and not handler.loads and _must_load(ctx):
                 ending = Ending("returned", "NeedsLoad", 60_000)
             else:
                 with self._limit(seconds):
@@ -137,6 +154,11 @@ class Attempt:
             ending = _ending(error, handler, ctx)
         self.deadline = None
         return self._settle(ending)
+
+    def _context(self, handler: Handler) -> Context | StepContext:
+        if self._emission is not None:
+            return StepContext(self.accumulator, handler, self._emission, self.token)
+        return Context(self.accumulator, handler, self._group, self.token)
 
     def give_up(self, cause: str) -> str | None:
         """Ends the attempt from another thread while its handler still runs: what that does from now on changes
@@ -152,6 +174,8 @@ class Attempt:
 
     def _failures(self) -> int:
         """Failed attempts before this one."""
+        if self._emission is not None:
+            return self._emission.failures
         return self._group[-1].failures if self._group else 0
 
     def _settle(self, ending: Ending, by_other: bool = False) -> str | None:
@@ -216,7 +240,11 @@ class Ending:
     checkpoint: str = ""
 
 
-def _ending(error: BaseException, handler: Handler, ctx: Context) -> Ending:
+def _must_load(ctx: Context) -> bool:
+    return not {e.event.kind for e in ctx.events}.isdisjoint(ctx.policy.requery_kinds)
+
+
+def _ending(error: BaseException, handler: Handler, ctx: Work) -> Ending:
     cause, where = cause_of(error), place(error)
     text = str(error)[:500]
     text = f"{cause}: {'(its message quotes the payload)' if ctx.quotes(text) else text}"
@@ -224,7 +252,7 @@ def _ending(error: BaseException, handler: Handler, ctx: Context) -> Ending:
         return Ending("lost", cause)
     if isinstance(error, NeedsApproval):
         return Ending("awaiting_approval", "proposed", handler.approval_limit)
-    if isinstance(error, Superseded):
+    if isinstance(error, Superseded) and isinstance(ctx, Context):
         return Ending("superseded", cause)
     if isinstance(error, Uncertain):
         return Ending("uncertain", "effect", text=text)
