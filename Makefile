@@ -2,6 +2,9 @@
 
 PYTHON  ?= python3
 SEEDS   ?= 1000
+# Kills of make chaos, and the seed that chooses them
+ROUNDS  ?= 100
+SEED    ?= 1
 # Test processes side by side, and anything more for pytest: make test PYTEST="-k embedded"
 JOBS    ?= 2
 PYTEST  ?=
@@ -12,7 +15,7 @@ STAMP := $(VENV)/.stamp
 PIP   := -m pip --disable-pip-version-check -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help venv run demo test lint oldest histories bench wheel lock clean
+.PHONY: help venv run demo test lint oldest histories chaos bench wheel lock clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -56,6 +59,9 @@ oldest: ## all tests on the oldest dependencies that pyproject.toml allows
 
 histories: $(STAMP) ## random histories against the model: make histories SEEDS=10000
 	@$(BIN)/python -m tests.histories --seeds $(SEEDS)
+
+chaos: $(STAMP) ## workers and server killed over and over, each effect once: make chaos ROUNDS=1000
+	@$(BIN)/python -m tests.chaos --rounds $(ROUNDS) --seed $(SEED)
 
 bench: $(STAMP) ## the measurements, beside the same work without us
 	@$(BIN)/python -m tests.bench

@@ -67,6 +67,9 @@ class Closer(Role):
         self._subscription.close()
 
     def _poll(self) -> None:
+        if self.perform(self.operations.meet()):
+            self.log.warning("namespace_made_anew")
+            self._upkeep_at = 0.0
         offset = server_offset(self.perform, self.operations)
         heads = self.perform(self.operations.next_due())
         self._offset = [offset] * len(heads)
@@ -126,6 +129,7 @@ class Closer(Role):
             self.log.error(event, **fields)
 
     def _repair(self) -> None:
+        self.perform(self.operations.watch())
         behind = self.perform(self.operations.repair_policies())
         if behind:
             self.log.warning("policies_repaired", partitions=behind)

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import secrets
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from time import monotonic
@@ -29,6 +32,9 @@ from accumulator.policy import Policy
 MAX_CHECKPOINT: Final = 16 << 10
 MAX_RESULT: Final = 64 << 10
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+_PIECE: Final = 12
+"""Characters of a payload's value that make a text one that quotes it."""
 
 
 class LeaseLost(Exception):
@@ -77,7 +83,7 @@ class Effect:
         self._ctx = ctx
         self._name = name
         self._verify = verify
-        self._nonce = secrets.token_hex(6)
+        self._nonce = ""
         self.key = f"{ctx.effect_key}:{name}"
         self.needed = True
         self.result: Any = None
@@ -91,6 +97,7 @@ class Effect:
         return str(told)
 
     def __enter__(self) -> Self:
+        self._nonce = secrets.token_hex(6)
         told = self._step("begin")
         if told == "uncertain":
             found = None if self._verify is None else self._ctx._resolve(self._verify(self.key))
@@ -160,7 +167,15 @@ class Work:
 
     def _resolve(self, value: Any) -> Any:
         """The value, or what a coroutine gives, run to its end in a loop of its own, within the handler's timeout."""
-        return asyncio.run(self._bounded(value)) if inspect.isawaitable(value) else value
+        if not inspect.isawaitable(value):
+            return value
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(self._bounded(value))
+        # Asked for within an async handler, whose thread has a loop already.
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(asyncio.run, self._bounded(value)).result()
 
     async def _bounded(self, value: Any) -> Any:
         scope = asyncio.timeout(self._until - monotonic())
@@ -189,6 +204,8 @@ class Work:
         """
         if not name or len(name) > 200 or ":" in name:
             raise InvalidInput("effect", "its name must be 1 to 200 characters without ':'")
+        if name == "aside":
+            raise InvalidInput("effect", "aside is the name under which events are set aside: choose another one")
         return Effect(self, name if event_id is None else f"{name}:{event_id}", verify)
 
     def once(
@@ -219,26 +236,48 @@ class Work:
     def _run_stages(self, stages: Any) -> None:
         kept = self._perform("stages", self.window_id)
         self.results = {name: orjson.loads(text) for name, text in kept.items()}
+        if not self._was_executed(stages):
+            self._prepare(stages)
+            if hasattr(stages, "execute"):
+                with self._execution(stages) as effect:
+                    if effect.needed:
+                        effect.result = self._resolve(stages.execute(self, effect.key))
+                self.results["execute"] = effect.result
+        if hasattr(stages, "confirm") and self._resolve(stages.confirm(self)) is False:
+            raise Diverged
+
+    def _execution(self, stages: Any) -> Effect:
+        verify = getattr(stages, "verify", None)
+        return self.effect("execute", verify=None if verify is None else lambda key: verify(self, key))
+
+    def _was_executed(self, stages: Any) -> bool:
+        """Whether an earlier attempt did execute, and if so with what result: asked before anything else, since what
+        was right before it need not be so after it. Where it surely did not, it is as if it had not begun."""
+        if self.attempt == 1 or not hasattr(stages, "execute"):
+            return False
+        if "execute" not in {e.name for e in self._perform("effects", self.window_id)}:
+            return False
+        with suppress(NotDone), self._execution(stages) as effect:
+            if effect.needed:
+                raise NotDone
+            self.results["execute"] = effect.result
+            return True
+        return False
+
+    def _prepare(self, stages: Any) -> None:
+        """The stages before `execute`, until the proposal holds and is approved where it must be."""
         for _ in range(3):
             for name in ("load", "interpret", "propose"):
                 self._stage(stages, name)
             if self.approved_by is None and hasattr(stages, "approve") and self._resolve(stages.approve(self)):
                 raise NeedsApproval
             if not hasattr(stages, "revalidate") or self._resolve(stages.revalidate(self)) is not False:
-                break
+                return
             self.results.clear()
             self.approved_by = None
-        else:
-            raise Stale
-        if hasattr(stages, "execute"):
-            verify = getattr(stages, "verify", None)
-            self.results["execute"] = self.once(
-                "execute",
-                lambda key: stages.execute(self, key),
-                verify=None if verify is None else lambda key: verify(self, key),
-            )
-        if hasattr(stages, "confirm") and self._resolve(stages.confirm(self)) is False:
-            raise Diverged
+            if not self._ask("drop_stages"):
+                raise LeaseLost
+        raise Stale
 
     def _stage(self, stages: Any, name: str) -> None:
         if name in self.results or not hasattr(stages, name):
@@ -302,18 +341,19 @@ class Context(Work):
 
     @cached_property
     def checkpoint(self) -> Any:
-        """What the bucket's last confirmed window left for its next one, or None."""
+        """What the last confirmed one of the bucket's windows before this one left for it, or None. A later window may
+        have left another since (this one was replayed): that is not for it."""
         kept = self._perform("checkpoint", self.bucket_key)
-        return None if kept is None else orjson.loads(kept[1])
+        return None if kept is None or kept[0] >= self.manifests[0].window_version else orjson.loads(kept[1])
 
     def leave(self, checkpoint: Any) -> None:
         """Leaves a checkpoint (a JSON value, up to 16 KiB) to the bucket's next window, when this one is confirmed."""
         self.left = _encode(checkpoint, "checkpoint", MAX_CHECKPOINT)
 
     def superseded(self) -> None:
-        """Raises Superseded where the bucket has a newer window, open or closed. To be asked just before what others
-        would see."""
-        if self._perform("newest_version", self.bucket_key) > self.manifest.window_version:
+        """Raises Superseded where the bucket has a newer window, open or waiting to be handed over, and no effect of
+        this one has begun. To be asked just before what others would see."""
+        if self._perform("can_give_way", self.manifest):
             raise Superseded
 
     def set_aside(self, event_id: str, why: str) -> None:
@@ -326,7 +366,7 @@ class Context(Work):
         raise InvalidInput("event_id", "is not in this manifest")
 
     def quotes(self, text: str) -> bool:
-        """Whether a text quotes one of the payloads."""
+        """Whether a text quotes one of the payloads: a value whole, or a good piece of it."""
         return any(part in text for entry in self.events for part in _texts(entry.event.payload))
 
 
@@ -368,6 +408,7 @@ class StepContext(Work):
 
 
 def _texts(value: object) -> Iterator[str]:
+    """How the values of a payload would look in a text: whole, as a literal, and in pieces, since a text may be cut."""
     if isinstance(value, dict):
         for part in value.values():
             yield from _texts(part)
@@ -378,3 +419,8 @@ def _texts(value: object) -> Iterator[str]:
         text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
         if len(text) >= 4:
             yield text
+            if not (text.isascii() and text.isprintable()):
+                yield repr(value).strip("b'\"")
+                yield json.dumps(text)[1:-1]
+            yield from (text[i : i + _PIECE] for i in range(0, len(text) - _PIECE, _PIECE // 2))
+            yield text[-_PIECE:]

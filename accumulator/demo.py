@@ -26,7 +26,7 @@ from accumulator.context import Context
 from accumulator.embedded import EmbeddedServer
 from accumulator.envelope import Event
 from accumulator.errors import ServerError
-from accumulator.handlers import handler, load_handlers
+from accumulator.handlers import Stages, handler, load_handlers
 from accumulator.manifest import Manifest
 from accumulator.operations import ClosedWindow, Outcome
 from accumulator.settings import Config, Settings
@@ -36,9 +36,29 @@ from accumulator.worker import Worker
 
 
 @handler("pedido", timeout="10s")
-def order(ctx: Context) -> None:
-    """All changes of an order since the last time, at once."""
-    _received(ctx, ", ".join(entry.event.kind for entry in ctx.events))
+class Order(Stages):
+    """All changes of an order since the last time, at once, in stages: what each returns stays with the manifest."""
+
+    def load(self, ctx: Context) -> dict[str, Any]:
+        """The official state, now: a real shop would ask its database."""
+        return {"order": ctx.bucket_key.rpartition(":")[2]}
+
+    def propose(self, ctx: Context) -> dict[str, Any]:
+        """What is to be done, from all the changes together."""
+        return {**ctx.results["load"], "changes": [entry.event.kind for entry in ctx.events]}
+
+    def execute(self, ctx: Context, key: str) -> dict[str, Any]:
+        """The effect, once: a real shop would give `key` to whoever reserves the stock."""
+        _received(ctx, ", ".join(ctx.results["propose"]["changes"]))
+        return {"reserved": True}
+
+    def verify(self, ctx: Context, key: str) -> bool:
+        """Whether an attempt that died had got so far: here, telling it again harms nobody."""
+        return False
+
+    def confirm(self, ctx: Context) -> bool:
+        """Whether it worked."""
+        return bool(ctx.results["execute"]["reserved"])
 
 
 @handler("documento", timeout="10s")
@@ -243,6 +263,12 @@ class Story:
     def _tell_end(self) -> None:
         manifests = [m for key in BUCKETS for m in self._client.manifests(key)]
         events = sum(m.event_count for m in manifests)
+        shown = next((m for m in manifests if m.flow == "pedido"), None)
+        if shown is not None:
+            steps = [f"{state} ({cause})" for _, state, _, cause in shown.timeline]
+            effects = [f"effect {e.name} {e.state}" for e in self._client.effects(shown.window_id)]
+            life = ", ".join([f"closed ({shown.close_reason})", *steps[:-1], *effects, *steps[-1:]])
+            tell("timeline", f"{shown.bucket_key} window {shown.window_version}: {life}")
         tell("handled", f"{_counted(len(manifests), 'manifest')} with {_counted(events, 'event')}: all of the samples")
 
 
@@ -301,6 +327,12 @@ def _introduce(client: Accumulator, settings: Settings, config: Config, cli_line
             tell("policy", f"{flow}: installed as version {loaded.version}")
         elif loaded.differs:
             tell("warning", f"policy {flow}: version {loaded.version} rules, and the configuration file differs")
+    for name, ladder in config.ladders.items():
+        made = client.load_ladder(name, ladder, only_new=True)
+        if made.outcome == "new":
+            tell("ladder", f"{name}: installed as version {made.version}")
+        elif made.differs:
+            tell("warning", f"ladder {name}: version {made.version} rules, and the configuration file differs")
 
 
 def _rq_workers(client: Accumulator) -> int:

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final, TypeVar
 
+from accumulator.emission import Emission
 from accumulator.errors import HandlerMissing, InvalidInput, InvalidSettings
 from accumulator.policy import Policy, duration_option
 
@@ -269,11 +270,11 @@ def find_handler(flow: str) -> Handler:
     return found
 
 
-def find_step_handler(ladder: str, event: str) -> Handler | None:
-    """What runs for what a ladder emits; None where nothing is to be done. Raises HandlerMissing for a step."""
-    found = _steps.get((ladder, event))
-    if found is None and event == "step":
-        raise HandlerMissing(ladder, "ladder")
+def find_step_handler(emission: Emission) -> Handler | None:
+    """What runs for what a ladder emitted; None where nothing is to be done. Raises HandlerMissing for a step."""
+    found = _steps.get((emission.ladder, emission.event))
+    if found is None and emission.event == "step":
+        raise HandlerMissing(emission.ladder, "ladder")
     return found
 
 

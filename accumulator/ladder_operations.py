@@ -92,6 +92,14 @@ class LadderOperations:
         number, outcome, _ = answer(replies[0])
         return LoadedLadder(ladder.name, int(number), outcome.decode())
 
+    def watch(self) -> Operation[None]:
+        """Has every partition notice the events that cancel any ladder, also one that lost its list of them."""
+        definitions = yield from self.ladder_definitions()
+        pairs = [part for _, ladder in definitions.values() for kind in ladder.cancel_on for part in (kind, 1)]
+        if pairs:
+            for reply in (yield [Call(("HSET", keys.watched(prefix), *pairs)) for prefix in self.prefixes]):
+                answer(reply)
+
     def ladder_definitions(self) -> Operation[dict[str, tuple[int, Ladder]]]:
         """Name → (version, definition), the latest of each."""
         yield from self.connect()
@@ -285,6 +293,19 @@ class LadderOperations:
         if not fields:
             return None
         return (yield from self._read_emission(prefix, emission_id, fields))
+
+    def begin_emission(
+        self, emission_id: str, attempt: int, token: str, lease_ms: int, most: int
+    ) -> Operation[tuple[str, Emission | None]]:
+        """As :meth:`Operations.begin`, of an emission: the state it is in, and itself where the attempt was granted.
+        Refused for good where the awaited event has come."""
+        yield from self.connect()
+        prefix = self.prefix_of_window(emission_id)
+        replies = yield [self._script("begin", prefix, emission_id, attempt, token, lease_ms, most)]
+        granted, state, *rest = answer(replies[0])
+        if granted != b"granted":
+            return state.decode(), None
+        return state.decode(), (yield from self._read_emission(prefix, emission_id, dict(as_pairs(rest[0]))))
 
     def _read_emission(self, prefix: str, emission_id: str, fields: dict[bytes, bytes]) -> Operation[Emission]:
         ladder_id = fields[b"ladder"].decode()

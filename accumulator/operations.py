@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from accumulator import keys
-from accumulator.emission import Emission, is_emission
+from accumulator.emission import is_emission
 from accumulator.envelope import Event, check_bucket_key, check_event_id
 from accumulator.errors import (
     AccumulatorError,
@@ -29,6 +29,8 @@ from accumulator.ladder_operations import LadderOperations
 from accumulator.manifest import RELATIONS, Contents, Manifest, StoredEvent, read_manifest, replay
 from accumulator.policy import Policy
 from accumulator.store import Call, Operation, Reply, answer, as_pairs, as_stream
+
+T = TypeVar("T")
 
 FORMAT: Final = 1
 """Version of the storage format; a namespace with a higher one is refused."""
@@ -208,7 +210,8 @@ class Waiting(NamedTuple):
 
 
 class Decided(NamedTuple):
-    """The answer to a decision on a manifest: ``done``, ``wrong_state`` or ``missing``, and the state it is in now."""
+    """The answer to a decision on a manifest: ``done``, ``wrong_state`` or ``missing``, and the state it is in now; or
+    ``joined``, and the window id of the manifest whose fate it shares."""
 
     outcome: str
     state: str
@@ -236,11 +239,11 @@ class Taken(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """What asking for an attempt gave: the `manifest` with its events (or the emission) where it was
-    granted, else None, and the state it is in (empty: there is no such manifest)."""
+    """What asking for an attempt gave: the `manifest` with its events where it was granted, else None, and the state it
+    is in (empty: there is no such manifest)."""
 
     state: str
-    manifest: Manifest | Emission | None
+    manifest: Manifest | None
 
 
 class Effect(NamedTuple):
@@ -334,18 +337,23 @@ class Operations(LadderOperations):
 
     def connect(self) -> Operation[None]:
         """Meets the namespace, or makes it. Raises NamespaceMismatch where it was made for something else."""
-        if self.prefixes:
-            return
+        if not self.prefixes:
+            yield from self.meet()
+
+    def meet(self) -> Operation[bool]:
+        """The same, also where it was met before: it may have been wiped since. Whether it was made anew."""
         meta = keys.meta(self.namespace)
         mode = "live" if self._clock is None else "virtual"
         replies = yield [Call(("HGETALL", meta))]
         found = dict(as_pairs(replies[0]))
-        if not {b"format", b"partitions", b"mode"} <= found.keys():
+        new = not {b"format", b"partitions", b"mode"} <= found.keys()
+        if new:
+            self._flows.clear()
             replies = yield [
                 Call(("HSETNX", meta, field, value))
                 for field, value in (
                     ("format", FORMAT),
-                    ("partitions", self._wanted or 64),
+                    ("partitions", self._wanted or self.partitions or 64),
                     ("mode", mode),
                 )
             ]
@@ -373,6 +381,7 @@ class Operations(LadderOperations):
             self._ceilings[name] = int(found.get(name.encode(), self._ceilings[name]))
         self.partitions = there
         self.prefixes = [keys.prefix(self.namespace, p) for p in range(there)]
+        return new
 
     def prefix_of(self, bucket_key: str) -> str:
         return self.prefixes[keys.partition_of(bucket_key, self.partitions)]
@@ -405,8 +414,9 @@ class Operations(LadderOperations):
         answer(replies[0])
 
     def _measure(self) -> Operation[None]:
-        """Counts what the ceilings bound, once a second, and before each call when one is near. A partition may then
-        hold what it holds plus what the namespace has left; far from the ceilings nothing is passed to the scripts."""
+        """Counts what the ceilings bound, once a second, and before each call when one is near: when a round of calls
+        could reach it. A partition may then hold what it holds plus what the namespace has left; far from the ceilings
+        nothing is passed to the scripts."""
         if time.monotonic() - self._counted < 1:
             return
         replies = yield [
@@ -420,12 +430,20 @@ class Operations(LadderOperations):
         for i, name in enumerate(_CEILINGS):
             own = counts[i * self.partitions : (i + 1) * self.partitions]
             left = self._ceilings[name] - sum(own)
-            near = near or left < max(1000, self._ceilings[name] // 10)
+            near = near or left < max(3 * ROUND_EVENTS, self._ceilings[name] // 10)
             self._allowances[name] = [held + max(left, 0) for held in own]
         if near:
             self._counted = -math.inf
         else:
             self._counted, self._allowances = time.monotonic(), None
+
+    def _careful(self, rounds: Iterable[list[T]]) -> Iterator[list[T]]:
+        """The same calls; near a ceiling one by one, since each is bounded by what those before it left."""
+        for calls in rounds:
+            if self._allowances is None:
+                yield calls
+            else:
+                yield from ([call] for call in calls)
 
     # --- policies ---
 
@@ -488,6 +506,17 @@ class Operations(LadderOperations):
                 found[field.decode().removeprefix("flow:")] = (int(version), Policy.from_json(text))
         return dict(sorted(found.items()))
 
+    def _bring(self, unknown: UnknownFlow) -> Operation[None]:
+        """Installs a flow's policy where the namespace has one that a partition does not; else raises UnknownFlow."""
+        self._flows.clear()
+        found = yield from self.policies()
+        for flow in (unknown.flow, "default"):
+            if flow in found:
+                version, policy = found[flow]
+                yield from self._install(flow, version, policy)
+                return
+        raise unknown
+
     def _know_flows(self, wanted: set[str]) -> Operation[None]:
         """Refuses a flow without a policy before anything is sent."""
         new = wanted - self._flows
@@ -524,10 +553,16 @@ class Operations(LadderOperations):
         yield from self._know_flows(flows)
         receipts: list[Receipt | None] = [None] * len(events)
         errors: list[AccumulatorError] = []
-        for parts in rounds:
-            yield from self._measure()
+        yield from self._measure()
+        for turn, parts in enumerate(self._careful(rounds)):
+            if turn:
+                yield from self._measure()
             replies: list[Reply] = yield [self._accept(part, events) for part in parts]
             for part, reply in zip(parts, replies, strict=True):
+                if isinstance(reply, UnknownFlow):
+                    # Nothing was done. Where the namespace knows the flow, this partition was behind.
+                    yield from self._bring(reply)
+                    (reply,) = yield [self._accept(part, events)]
                 if isinstance(reply, UnknownFlow):
                     raise reply
                 if isinstance(reply, AccumulatorError):
@@ -910,8 +945,6 @@ class Operations(LadderOperations):
         if granted != b"granted":
             return Grant(state.decode(), None)
         fields, kept, page = dict(as_pairs(rest[0])), rest[1] or None, as_stream(rest[2])
-        if is_emission(window_id):
-            return Grant(state.decode(), (yield from self._read_emission(prefix, window_id, fields)))
         bucket_key = fields[b"bucket"].decode()
         if len(page) < PAGE:
             contents = replay(bucket_key, page, kept)
@@ -972,6 +1005,10 @@ class Operations(LadderOperations):
         replies = yield [self._script("stage", prefix, window_id, token, stage, result)]
         return bool(answer(replies[0]) == b"done")
 
+    def drop_stages(self, window_id: str, token: str) -> Operation[bool]:
+        """Drops the results of all stages, and the approval of what was proposed; False as in `save_stage`."""
+        return (yield from self.save_stage(window_id, token, "", ""))
+
     def stages(self, window_id: str) -> Operation[dict[str, str]]:
         """Stage → its result as JSON, of those that were kept."""
         yield from self.connect()
@@ -988,22 +1025,29 @@ class Operations(LadderOperations):
         version, _, value = kept.decode().partition(" ")
         return int(version), value
 
-    def newest_version(self, bucket_key: str) -> Operation[int]:
-        """The version of the bucket's newest window, open or closed."""
+    def can_give_way(self, manifest: Manifest) -> Operation[bool]:
+        """Whether the bucket has a newer window that is open or waits to be handed over, and no effect has begun."""
         yield from self.connect()
-        replies = yield [Call(("HMGET", keys.bucket(self.prefix_of(bucket_key), bucket_key), "open", "prev"))]
-        open_, prev = answer(replies[0])
-        return int(open_.split(b" ")[1]) if open_ else int(prev.split(b" ")[0]) if prev else 0
+        prefix, key = self.prefix_of(manifest.bucket_key), manifest.bucket_key
+        newer = ("ZRANGE", keys.manifests(prefix, key), f"({manifest.window_version}", "+inf", "BYSCORE")
+        replies = yield [
+            Call(("EXISTS", keys.effects(prefix, manifest.window_id))),
+            Call(("HEXISTS", keys.bucket(prefix, key), "open")),
+            Call(newer),
+        ]
+        begun, opened, window_ids = (answer(reply) for reply in replies)
+        if begun or opened or not window_ids:
+            return not begun and bool(opened)
+        replies = yield [Call(("HGET", keys.manifest(prefix, w.decode()), "state")) for w in window_ids]
+        return any(answer(reply) == b"closed" for reply in replies)
 
     def set_aside(self, window_id: str, token: str, event: Event, why: str) -> Operation[bool]:
         """Queues an event of a manifest for reconciliation, once; False where the token has no say any more."""
         yield from self.connect()
         prefix = self.prefix_of_window(window_id)
-        packed = event.packed
+        event_id, _, _, envelope = _packed(event)
         replies = yield [
-            self._script(
-                "aside", prefix, window_id, token, packed.event_id, event.content_digest, packed.envelope, why[:1000]
-            )
+            self._script("aside", prefix, window_id, token, event_id, event.content_digest, envelope, why[:1000])
         ]
         return bool(answer(replies[0]) == b"done")
 
@@ -1076,7 +1120,7 @@ class Operations(LadderOperations):
         _choice("effects", effects, ("", "done", "not_done"))
         yield from self.connect()
         prefix = self.prefix_of_window(window_id)
-        replies = yield [self._script("decide", prefix, window_id, decision, who, why, effects)]
+        replies = yield [self._script("decide", prefix, window_id, decision, who, why, effects, self._nonce(16))]
         told, state = answer(replies[0])
         return Decided(told.decode(), state.decode())
 
@@ -1095,7 +1139,7 @@ class Operations(LadderOperations):
         replies = yield [
             self._script(
                 "resolve", self.prefix_of(event.bucket_key), self._nonce(6), "", "", _stream_id(item.item_id), decision,
-                who, why, event.bucket_key, *event.packed[:4],
+                who, why, event.bucket_key, *_packed(event),
             )
         ]  # fmt: skip
         told, text = answer(replies[0])
@@ -1138,6 +1182,16 @@ class Operations(LadderOperations):
                             counts[(yield from self.resolve(item, decision, who, why)).outcome] += 1
                     page = yield from self.queued(partition, page[-1].item_id, last.decode(), 100)
         return counts
+
+
+def _packed(event: Event) -> tuple[bytes, bytes, bytes, bytes]:
+    """Id, mark, facts and envelope of an event that was read back. One whose payload was not kept has its digest in the
+    envelope, since it can't be computed again."""
+    event_id, mark, facts, envelope, _ = event.packed
+    again, _, _ = Event.from_stored(event_id, event.bucket_key, envelope)
+    if again.content_digest != event.content_digest:
+        envelope = b'%b,"digest":"%b"}' % (envelope[:-1], event.content_digest.encode())
+    return event_id, mark, facts, envelope
 
 
 def _record(manifest: Manifest) -> list[Any]:

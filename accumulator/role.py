@@ -108,46 +108,6 @@ class Role(ABC):
         """Gives back what it holds."""
 
 
-class Turns:
-    """Which partitions may hold manifests of a sink whose turn has come: those the wake-up channel names, and at each
-    slow look those that do."""
-
-    LOOK: Final = 1.0
-
-    def __init__(self, accumulator: Accumulator, sink: str) -> None:
-        self._store = accumulator.store
-        self._operations = accumulator.operations
-        self._sink = sink
-        self._subscription = self._store.subscription(self._operations.channel)
-        self._offset = 0.0
-        self._look_at = 0.0
-
-    def wait(self, seconds: float) -> set[int]:
-        """Partitions, at once where there is news, else after `seconds`. Raises ServerError."""
-        if monotonic() >= self._look_at:
-            return self._look()
-        found = set()
-        now = monotonic()
-        for message in self._subscription.wait(min(seconds, self._look_at - now)):
-            if not message:
-                return self._look()
-            news = read_wake(message, self._operations.partitions)
-            # A timer of the future is the closer's.
-            if news is not None and news[1] <= (monotonic() + self._offset) * 1000 + 50:
-                found.add(news[0])
-        return found
-
-    def _look(self) -> set[int]:
-        self._look_at = monotonic() + self.LOOK
-        self._offset = server_offset(self._store.perform, self._operations)
-        self._subscription.check(SILENCE)
-        waiting = self._store.perform(self._operations.waiting(self._sink))
-        return {partition for partition, count in enumerate(waiting) if count}
-
-    def close(self) -> None:
-        self._subscription.close()
-
-
 def server_offset(perform: Any, operations: Any) -> float:
     """s that the server's clock is ahead of this process's monotonic one: no other clock of this host counts."""
     before = monotonic()

@@ -13,8 +13,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from math import ceil
 from time import monotonic
 from typing import IO, Any, Final
@@ -24,6 +24,7 @@ import rq
 from redis import exceptions as faults
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from rq.worker import DequeueStrategy
 
 from accumulator import logs
 from accumulator.client import Accumulator
@@ -31,18 +32,18 @@ from accumulator.emission import is_emission
 from accumulator.errors import AccumulatorError, HandlerMissing, InternalError
 from accumulator.handlers import Timeout, find_handler, load_handlers, longest_step
 from accumulator.operations import Taken
-from accumulator.role import SLICE, Role, Turns
+from accumulator.pulse import Pulse
+from accumulator.role import SLICE, Role
 from accumulator.runner import WATCH, run_attempt
-from accumulator.settings import Config, Settings, find_config
+from accumulator.settings import Config, RqSink, Settings, find_config
 from accumulator.store import translate
+from accumulator.turns import InFlight, Turns
 
 QUEUE: Final = "accumulator"
 DESCRIPTION: Final = "accumulator manifest"
 
 MARGIN: Final = 5
 """s that RQ gives a job beyond its handler's timeout, which the job keeps itself: less than the lease has."""
-FAILURE_TTL: Final = 86_400
-"""s that RQ keeps a job that could not even begin."""
 _USUAL_TIMEOUT: Final = 300_000
 
 
@@ -57,65 +58,87 @@ def rq_client(url: str) -> redis.Redis:
 
 
 class Dispatcher(Role):
-    """Takes manifests whose turn has come and enqueues a job for each, in the RQ queue `queue` on the server `url`.
+    """Takes manifests whose turn has come and enqueues a job for each, in RQ queues on the server `url`.
 
-    No more than `backlog` jobs wait there at a time, so that nothing is enqueued twice for waiting long.
+    `options` gives what the configuration says of a flow; `queue` is the usual one. Up to `backlog` jobs wait in a
+    queue, so that nothing is enqueued twice for waiting long. Where one queue is full and another is not, taking goes
+    on, since what is next in turn may belong to either: until one holds SPREAD times as many.
     """
 
     name = "dispatcher"
 
     BATCH: Final = 100
+    SPREAD: Final = 10
 
-    def __init__(self, accumulator: Accumulator, url: str, queue: str = QUEUE, backlog: int = 2000) -> None:
+    def __init__(
+        self,
+        accumulator: Accumulator,
+        url: str,
+        queue: str = QUEUE,
+        backlog: int = 2000,
+        options: Callable[[str], RqSink] = lambda _: RqSink(),
+        in_flight: InFlight | None = None,
+    ) -> None:
         super().__init__(accumulator)
         self._client = rq_client(url)
-        self._queue = rq.Queue(queue, connection=self._client)
+        self._usual = queue
+        self._queues = {queue: rq.Queue(queue, connection=self._client)}
         self._backlog = backlog
-        self._turns = Turns(accumulator, "rq")
-        self._ready: set[int] = set()
+        self._options = options
+        self._turns = Turns(accumulator, "rq", in_flight)
         self._held: list[Taken] = []
 
     def step(self) -> None:
         try:
             self._enqueue()
-            room = self._backlog - self._queue.count if self._ready else 0
+            room = self._room() if self._turns.waiting else 0
         except (faults.RedisError, OSError) as error:
             raise translate(error) from None
-        if self._ready and room > 0:
-            partition = self._ready.pop()
-            count = min(self.BATCH, room)
-            self._held = self.perform(self.operations.take(partition, "rq", count, WATCH))
-            if len(self._held) == count:
-                self._ready.add(partition)
+        most = min(self.BATCH, room)
+        while len(self._held) < most:
+            found = self._turns.take(most - len(self._held), WATCH)
+            if not found:
+                break
+            self._held += found
         self.trouble.over()
-        if not self._held:
-            self._ready |= self._turns.wait(0.2 if self._ready else SLICE)
+        # With its hands full it listens all the same, for those whose turn is next.
+        self._turns.listen(0.0 if self._held else Turns.FULL if self._turns.waiting else SLICE)
 
     def close(self) -> None:
         self._turns.close()
         self._client.close()
 
+    def _room(self) -> int:
+        counts = [queue.count for queue in self._queues.values()]
+        return min(self._backlog - min(counts), self._backlog * self.SPREAD - max(counts))
+
     def _enqueue(self) -> None:
+        jobs: dict[str, list[Any]] = {}
+        for taken in self._held:
+            flow = taken.bucket_key.split(":", 2)[1]
+            options = self._options(flow)
+            jobs.setdefault(options.queue or self._usual, []).append(_job(taken, flow, options))
+        for name, some in jobs.items():
+            if name not in self._queues:
+                self._queues[name] = rq.Queue(name, connection=self._client)
+            self._queues[name].enqueue_many(some)
         if self._held:
-            self._queue.enqueue_many([_job(taken) for taken in self._held])
             self.log.debug("enqueued", jobs=len(self._held))
             self._held = []
 
 
-def _job(taken: Taken) -> Any:
+def _job(taken: Taken, flow: str, options: RqSink) -> Any:
     try:
-        if is_emission(taken.window_id):
-            timeout = longest_step() or _USUAL_TIMEOUT  # of whichever ladder it is
-        else:
-            timeout = find_handler(taken.bucket_key.split(":", 2)[1]).timeout
+        # Which ladder it is of is not known here.
+        timeout = longest_step() or _USUAL_TIMEOUT if is_emission(taken.window_id) else find_handler(flow).timeout
     except HandlerMissing:
         timeout = _USUAL_TIMEOUT  # the RQ worker may know more than we do; else it says so
     return rq.Queue.prepare_data(
         "accumulator.rq_sink.run_job",
         args=(taken.window_id, taken.attempt),
         timeout=ceil(timeout / 1000) + MARGIN,
-        result_ttl=0,
-        failure_ttl=FAILURE_TTL,
+        result_ttl=ceil(options.result_ttl / 1000),
+        failure_ttl=ceil(options.failure_ttl / 1000),
         description=DESCRIPTION,
         job_id=f"{taken.window_id}-{taken.attempt}",
     )
@@ -172,17 +195,43 @@ def _alarm(seconds: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, max(0.001, left - (monotonic() - began)))
 
 
-def work(settings: Settings, config: Config | None, url: str | None = None, queue: str = QUEUE) -> None:
-    """An RQ worker in this process, until SIGTERM. Raises AccumulatorError where it can't begin."""
+def work(
+    settings: Settings,
+    config: Config | None,
+    url: str | None = None,
+    queue: str | None = None,
+    supervised: bool = False,
+) -> None:
+    """An RQ worker in this process, until SIGTERM. Raises AccumulatorError where it can't begin.
+
+    `url` is RQ's server where it is another one than settings and configuration say, `queue` the only queue it works
+    on. It gives signs of life, but where it is `supervised` by a worker that does.
+    """
     accumulator = _prepare(settings, config)
     accumulator.store.perform(accumulator.operations.connect())
     accumulator.store.close()  # each job's process makes connections of its own
-    client = rq_client(settings.url if url is None else url)
-    try:
-        worker = rq.Worker([rq.Queue(queue, connection=client)], connection=client, log_job_description=False)
-        worker.work(logging_level="WARNING")
-    finally:
-        client.close()
+    settings = settings if config is None else settings.with_config(config)
+    client = rq_client(settings.rq_server if url is None else url)
+    names = (queue,) if queue is not None else (QUEUE,) if config is None else config.queues
+    with client, nullcontext() if supervised else _pulse(settings):
+        queues = [rq.Queue(name, connection=client) for name in names]
+        worker = rq.Worker(queues, connection=client, log_job_description=False)
+        # In turn: by default RQ looks into a queue only while all before it are empty.
+        worker.work(logging_level="WARNING", dequeue_strategy=DequeueStrategy.ROUND_ROBIN)
+
+
+@contextmanager
+def _pulse(settings: Settings) -> Iterator[None]:
+    """Gives signs of life, on a connection of its own: the processes of the jobs must not share it."""
+    with Accumulator.from_settings(settings) as accumulator:
+        pulse = Pulse(accumulator, ["rq"])
+        thread = threading.Thread(target=pulse.run, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            pulse.stop()
+            thread.join(1.0)
 
 
 class Processes(Role):
@@ -201,7 +250,7 @@ class Processes(Role):
         config: Config | None,
         count: int,
         url: str | None = None,
-        queue: str = QUEUE,
+        queue: str | None = None,
         grace: float = 2.0,
     ) -> None:
         super().__init__(accumulator)
@@ -286,7 +335,7 @@ def main() -> None:
 
     threading.Thread(target=follow, daemon=True).start()
     try:
-        work(settings, config, url, queue)
+        work(settings, config, url, queue, supervised=True)
     except AccumulatorError as problem:
         logs.get_logger("rq").error("not_started", problem=type(problem).__name__, detail=str(problem))
         sys.exit(1)

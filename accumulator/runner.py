@@ -26,7 +26,8 @@ from accumulator.handlers import (
 )
 from accumulator.logs import get_logger, place
 from accumulator.manifest import Manifest
-from accumulator.role import SLICE, Role, Turns
+from accumulator.role import SLICE, Role
+from accumulator.turns import InFlight, Turns
 
 T = TypeVar("T")
 
@@ -50,7 +51,8 @@ def _unlimited(_: float) -> AbstractContextManager[object]:
 class Attempt:
     """One attempt at a manifest: begin, read, handle, settle. Made once; what is granted to it is granted to no other.
 
-    `bucket_key` saves a call where it is known. `limit` is the guard its handler runs under.
+    `bucket_key` saves a call where it is known. `limit` is the guard its handler runs under; `find` gives the handler
+    of a flow or raises HandlerMissing, `find_step` that of a ladder and of what it emitted.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class Attempt:
         attempt: int,
         bucket_key: str | None = None,
         limit: Guard = _unlimited,
+        find: Callable[[str], Handler] = find_handler,
+        find_step: Callable[[Emission], Handler | None] = find_step_handler,
     ) -> None:
         self.accumulator = accumulator
         self.window_id = window_id
@@ -69,6 +73,8 @@ class Attempt:
         self.deadline: float | None = None
         """When its handler is past its timeout, by the monotonic clock; None while none runs."""
         self._limit = limit
+        self._find = find
+        self._find_step = find_step
         self._handler: Handler | None = None
         self._lease_until = 0.0
         self._group: tuple[Manifest, ...] = ()
@@ -94,10 +100,10 @@ class Attempt:
         missing = False
         try:
             if self._emission is None:
-                handler: Handler | None = find_handler(flow)
+                handler: Handler | None = self._find(flow)
             else:
                 self._log = self._log.bind(ladder=self._emission.ladder)
-                handler = find_step_handler(self._emission.ladder, self._emission.event)
+                handler = self._find_step(self._emission)
         except HandlerMissing:
             handler, missing = None, True
         self._handler = handler
@@ -105,16 +111,17 @@ class Attempt:
         most = handler.max_attempts if handler else 0
         self._lease_until = monotonic() + lease / 1000
         try:
-            grant = _keep_trying(
-                lambda: store.perform(operations.begin(self.window_id, self.attempt, self.token, lease, most)), PATIENCE
+            begin = operations.begin if self._emission is None else operations.begin_emission
+            state, granted = _keep_trying(
+                lambda: store.perform(begin(self.window_id, self.attempt, self.token, lease, most)), PATIENCE
             )
-            if grant.manifest is None:
-                self._log.debug("not_granted", state=grant.state)
+            if granted is None:
+                self._log.debug("not_granted", state=state)
                 return None
-            if isinstance(grant.manifest, Emission):
-                self._emission = grant.manifest
+            if isinstance(granted, Emission):
+                self._emission = granted
             else:
-                self._group = self._hand_over(grant.manifest)
+                self._group = self._hand_over(granted)
         except ServerError:
             raise
         except AccumulatorError as problem:
@@ -208,7 +215,8 @@ class Attempt:
             told = _keep_trying(lambda: settle(ending), self._lease_until - monotonic())
             if told in ("effects_begun", "no_newer_window"):
                 # It can't give way: it is an attempt like any other that failed.
-                ending = Ending("failed", told, 1_000)
+                failures = self._failures() + 1
+                ending = Ending("failed", told, self._handler.delay(failures) if self._handler else 1_000)
                 told = _keep_trying(lambda: settle(ending), self._lease_until - monotonic())
         except AccumulatorError as problem:
             # Its lease ends, and the manifest is tried again.
@@ -246,8 +254,7 @@ def _must_load(ctx: Context) -> bool:
 
 def _ending(error: BaseException, handler: Handler, ctx: Work) -> Ending:
     cause, where = cause_of(error), place(error)
-    text = str(error)[:500]
-    text = f"{cause}: {'(its message quotes the payload)' if ctx.quotes(text) else text}"
+    text = f"{cause}: {_message(error, ctx)}"
     if isinstance(error, LeaseLost):
         return Ending("lost", cause)
     if isinstance(error, NeedsApproval):
@@ -262,6 +269,15 @@ def _ending(error: BaseException, handler: Handler, ctx: Work) -> Ending:
         return Ending("dead", cause, text=text, where=where)
     delay = error.after_ms if isinstance(error, RetryLater) else handler.delay(ctx.failures + 1)
     return Ending("failed", cause, delay, text, where)
+
+
+def _message(error: BaseException, ctx: Work) -> str:
+    """What the error says, as far as it can be kept: short, valid text that quotes no payload."""
+    try:
+        text = str(error)[:100_000].encode(errors="replace").decode()
+    except Exception:  # a handler's own class may do anything here
+        return "(its message can't be read)"
+    return "(its message quotes the payload)" if ctx.quotes(text) else text[:500]
 
 
 def _keep_trying(call: Callable[[], T], seconds: float) -> T:
@@ -304,20 +320,29 @@ class DirectRunner(Role):
     """
 
     name = "runner"
+    sink = "direct"
 
-    def __init__(self, accumulator: Accumulator, threads: int = 4, grace: float = 2.5) -> None:
+    def __init__(
+        self, accumulator: Accumulator, threads: int = 4, grace: float = 2.5, in_flight: InFlight | None = None
+    ) -> None:
         super().__init__(accumulator)
         self.abandoned = 0
         self._threads = threads
         self._grace = grace
-        self._turns = Turns(accumulator, "direct")
+        self._turns = Turns(accumulator, self.sink, in_flight)
         self._slots: list[_Slot] = []
-        self._ready: dict[int, None] = {}  # partitions, in the order in which they are looked into
-        self._news = threading.Condition()
         self._kept = 0
 
+    def find(self, flow: str) -> Handler:
+        """What runs for a flow. Raises HandlerMissing."""
+        return find_handler(flow)
+
+    def find_step(self, emission: Emission) -> Handler | None:
+        """What runs for what a ladder emitted; None where nothing is to be done. Raises HandlerMissing."""
+        return find_step_handler(emission)
+
     def step(self) -> None:
-        while len(self._slots) < self._threads:
+        while self._turns.active and len(self._slots) < self._threads:
             self._kept += 1
             slot = _Slot(self._kept)
             self._slots.append(slot)
@@ -326,14 +351,13 @@ class DirectRunner(Role):
         for attempt in self._running():
             if attempt.deadline is not None:
                 pause = min(pause, max(0.0, attempt.deadline - monotonic()))
-        self._add(self._turns.wait(pause))
+        self._turns.listen(pause)
         self.trouble.over()
         self._replace_overdue()
 
     def stop(self) -> None:
         super().stop()
-        with self._news:
-            self._news.notify_all()
+        self._turns.wake()
 
     def close(self) -> None:
         until = monotonic() + self._grace
@@ -356,15 +380,9 @@ class DirectRunner(Role):
 
     def _spawn(self, slot: _Slot, target: Callable[..., object], *args: object) -> threading.Thread:
         # As daemons, since a handler that hangs must not keep the process.
-        thread = threading.Thread(target=target, args=args, name=f"direct-{slot.number}", daemon=True)
+        thread = threading.Thread(target=target, args=args, name=f"{self.sink}-{slot.number}", daemon=True)
         thread.start()
         return thread
-
-    def _add(self, partitions: set[int]) -> None:
-        if partitions:
-            with self._news:
-                self._ready.update(dict.fromkeys(partitions))
-                self._news.notify(len(partitions))
 
     def _replace_overdue(self) -> None:
         now = monotonic()
@@ -380,29 +398,20 @@ class DirectRunner(Role):
     def _work(self, slot: _Slot) -> None:
         while not (slot.replaced or self.stopping.is_set()):
             try:
-                attempt = self._take()
-                if attempt is not None and not slot.replaced:
-                    slot.attempt = attempt
-                    attempt.run()
+                for taken in self._turns.take(1, WATCH, SLICE):
+                    if slot.replaced:
+                        return  # it stopped meanwhile: the manifest's watch brings it back
+                    slot.attempt = Attempt(
+                        self.accumulator,
+                        taken.window_id,
+                        taken.attempt,
+                        taken.bucket_key,
+                        find=self.find,
+                        find_step=self.find_step,
+                    )
+                    slot.attempt.run()
+                    self._turns.ended(taken.bucket_key)
             except Exception as problem:  # a thread that ended would be missing for ever
                 self.stopping.wait(self.trouble.met(problem))
             finally:
                 slot.attempt = None
-
-    def _take(self) -> Attempt | None:
-        with self._news:
-            if not self._ready:
-                self._news.wait(SLICE)
-            if not self._ready or self.stopping.is_set():
-                return None
-            partition = next(iter(self._ready))
-            del self._ready[partition]
-        try:
-            found = self.perform(self.operations.take(partition, "direct", 1, WATCH))
-        except AccumulatorError:
-            self._add({partition})
-            raise
-        if not found:
-            return None
-        self._add({partition})  # perhaps there are more
-        return Attempt(self.accumulator, found[0].window_id, found[0].attempt, found[0].bucket_key)

@@ -30,14 +30,14 @@ from accumulator.store import Store
 PARTITIONS: Final = 4
 DEFAULT_START: Final = datetime(2026, 1, 1, tzinfo=UTC)
 _FIELDS: Final = frozenset({"name", "about", "start", "policies", "ladders", "workers_down", "steps", "end", "expect"})
-_LADDER_STEPS: Final = {
+LADDER_STEPS: Final = {
     "start_ladder": ("anchor", "anchor_at", "args", "start_id", "ignore_earlier"),
     "reschedule": ("anchor", "anchor_at", "start_id"),
     "cancel_ladder": ("start_id", "reason"),
     "pause_ladder": ("start_id",),
     "resume_ladder": ("start_id",),
 }
-_ACTIONS: Final = ("push", "flush", "hold", "retract", "policy", *_LADDER_STEPS)
+_ACTIONS: Final = ("push", "flush", "hold", "retract", "policy", *LADDER_STEPS)
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _MS: Final = timedelta(milliseconds=1)
 _runs = count(1)
@@ -217,7 +217,7 @@ class _Run:
             elif action == "policy":
                 for flow, policy in _policies(given, index).items():
                     self._load(flow, policy)
-            elif action in _LADDER_STEPS:
+            elif action in LADDER_STEPS:
                 self._move(index, action, _mapping(given, action, index))
             else:
                 fields = _mapping(given, action, index)
@@ -250,7 +250,7 @@ class _Run:
             raise InvalidScenario(problem.field, problem.rule, index) from None
 
     def _move(self, index: int, action: str, given: Mapping[str, Any]) -> None:
-        _known(given, ("ladder", "bucket_key", *_LADDER_STEPS[action]), index)
+        _known(given, ("ladder", "bucket_key", *LADDER_STEPS[action]), index)
         for name in ("ladder", "bucket_key"):
             if not isinstance(given.get(name), str):
                 raise InvalidScenario(name, "must be given, as text", index)

@@ -1,9 +1,15 @@
 """The sink `webhook`: hands manifests over as signed HTTP requests.
 
-The body is the manifest with its events as JSON. Headers: ``Idempotency-Key`` (window id), ``Accumulator-Attempt``,
+POST, with a JSON object as its body: ``window_id``, ``bucket_key``, ``attempt`` and ``manifests``, a list of what is
+handed over, the oldest first: one manifest, or all that waited (``handover: together``); the last is the one that
+``window_id`` names. What a ladder emitted is an object with ``ladder``, ``event``, ``step``, ``attributes``, ``args``
+and more, under the step's idempotency key. Instants are in ms; a payload of bytes is base64 in ``payload_bytes``.
+
+Headers: ``Idempotency-Key`` (the window id: the same in each attempt), ``Accumulator-Attempt``,
 ``Accumulator-Timestamp`` (seconds) and ``Accumulator-Signature``: ``v1=`` and the hex HMAC-SHA256, under the secret, of
-``<timestamp>.<body>``. 2xx confirms; 409 and 410 are permanent; anything else is retried. Redirects are not followed.
-An address that is not public is refused, unless allowed.
+``<timestamp>.<body>``; :func:`check_signature` is for the receiving side. 2xx confirms; 409 and 410 are permanent; any
+other answer, and none, is tried again: up to MAX_ATTEMPTS, with pauses of up to 30 min, some 3 h in all. Redirects are
+not followed. Where a host has an address that is not public, nothing is sent, unless the endpoint allows it.
 """
 
 from __future__ import annotations
@@ -13,47 +19,44 @@ import hmac
 import ipaddress
 import secrets
 import socket
+import ssl
 from base64 import b64encode
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from time import time
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from time import monotonic, time
+from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
 import httpx
 import orjson
 
+from accumulator.client import Accumulator
+from accumulator.context import Context, StepContext
+from accumulator.emission import Emission
 from accumulator.envelope import MISSING
-from accumulator.errors import InvalidSettings
-from accumulator.manifest import Manifest
+from accumulator.errors import HandlerMissing, InvalidSettings
+from accumulator.handlers import DEFAULT, Handler, PermanentError
+from accumulator.manifest import Manifest, StoredEvent
+from accumulator.runner import DirectRunner
+from accumulator.settings import WebhookSink
+from accumulator.turns import InFlight
 
 PERMANENT: Final = frozenset({409, 410})
+MAX_ATTEMPTS: Final = 20
+BACKOFF: Final = 1_000
+MAX_BACKOFF: Final = 1_800_000
+"""ms: pauses double from the one to the other, each anywhere between none and all of it."""
+MIN_SECRET: Final = 16
+
+_SMALL: Final = 4096
+_NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Resolve = Callable[..., Sequence[tuple[Any, ...]]]
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """Where a flow's manifests go. `secret` signs; `timeout` is in ms; `private` allows addresses that are not
-    public."""
-
-    url: str
-    secret: str
-    timeout: int = 10_000
-    private: bool = False
-
-    def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InvalidSettings("webhook", "url must begin with http:// or https:// and name a host")
-        if parts.username or parts.password:
-            raise InvalidSettings("webhook", "url must not hold a user or password")
-        if len(self.secret) < 16:
-            raise InvalidSettings("webhook", "secret must be at least 16 characters")
-
-    def __repr__(self) -> str:
-        return f"<Endpoint {urlsplit(self.url).hostname}>"
-
-
-class Refused(Exception):
+class Refused(PermanentError):
     """The other side, or we, refuse for good: no retry will help."""
 
 
@@ -61,48 +64,86 @@ class Failed(Exception):
     """It did not work this time."""
 
 
-def body_of(manifest: Manifest) -> bytes:
-    """A manifest with its events, as it is sent: instants in ms, payloads as they went in (bytes as base64)."""
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a flow's manifests go. `secret` signs; `timeout` is in ms; `private` allows addresses that are not
+    public."""
 
-    def event(entry: Any) -> dict[str, Any]:
-        given = entry.event
-        told: dict[str, Any] = {
-            "event_id": given.event_id,
-            "kind": given.kind,
-            "occurred_at": given.occurred_ms,
-            "received_at": entry.received_at,
-            "source": given.source,
-            "source_version": given.source_version,
-            "policy_version": given.policy_version,
-            "weight": given.weight,
-            "ref": given.ref,
-            "trace": given.trace,
-            "late": entry.late,
-            "revised": entry.revised,
-        }
-        if isinstance(given.payload, bytes):
-            told["payload_bytes"] = b64encode(given.payload).decode()
-        elif given.payload is not MISSING:
-            told["payload"] = given.payload
-        return told
+    url: str = field(repr=False)
+    secret: str = field(repr=False)
+    timeout: int = 10_000
+    private: bool = False
 
-    return orjson.dumps(
-        {
-            "window_id": manifest.window_id,
-            "bucket_key": manifest.bucket_key,
-            "window_version": manifest.window_version,
-            "opened_at": manifest.opened_at,
-            "closed_at": manifest.closed_at,
-            "close_reason": manifest.close_reason,
-            "relation": manifest.relation,
-            "previous_window_id": manifest.previous_window_id,
-            "event_ids": manifest.event_ids,
-            "retracted_event_ids": manifest.retracted_event_ids,
-            "digest": manifest.digest,
-            "attempt": manifest.attempt,
-            "events": [event(entry) for entry in manifest.events],
-        }
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidSettings("url", "must begin with http:// or https:// and name a host")
+        if parts.username or parts.password:
+            raise InvalidSettings("url", "must hold no user or password")
+        if len(self.secret) < MIN_SECRET:
+            raise InvalidSettings("secret", f"must be at least {MIN_SECRET} characters")
+
+    @classmethod
+    def of(cls, flow: str, sink: WebhookSink) -> Self:
+        """What the configuration says of a flow, with the secret that the environment holds. Raises InvalidSettings."""
+        try:
+            return cls(sink.url, sink.secret(), sink.timeout, sink.private)
+        except InvalidSettings as problem:
+            raise InvalidSettings(f"sinks.{flow}.{problem.field}", problem.rule) from None
+
+
+# --- the request ------------------------------------------------------------------------------------------------------
+
+
+def _event(entry: StoredEvent) -> dict[str, Any]:
+    given = entry.event
+    told: dict[str, Any] = {
+        "event_id": given.event_id,
+        "kind": given.kind,
+        "occurred_at": given.occurred_ms,
+        "received_at": entry.received_at,
+        "source": given.source,
+        "source_version": given.source_version,
+        "policy_version": given.policy_version,
+        "deadline_at": given.deadline_ms,
+        "weight": given.weight,
+        "ref": given.ref,
+        "content_key": given.content_key,
+        "trace": given.trace,
+        "content_digest": given.content_digest,
+        "late": entry.late,
+        "revised": entry.revised,
+        "reconciled": entry.reconciled,
+    }
+    if isinstance(given.payload, bytes):
+        told["payload_bytes"] = b64encode(given.payload).decode()
+    elif given.payload is not MISSING:
+        told["payload"] = given.payload
+    return told
+
+
+def _manifest(manifest: Manifest) -> dict[str, Any]:
+    names = (
+        *("window_id", "window_version", "opened_at", "closed_at", "close_reason", "relation", "previous_window_id"),
+        *("event_ids", "late_event_ids", "revised_event_ids", "retracted_event_ids", "policy_versions", "digest"),
     )
+    return {name: getattr(manifest, name) for name in names} | {"events": [_event(e) for e in manifest.events]}
+
+
+def body_of(manifests: Sequence[Manifest]) -> bytes:
+    """The body for what is handed over in one call, the oldest first."""
+    last = manifests[-1]
+    told = {"window_id": last.window_id, "bucket_key": last.bucket_key, "attempt": last.attempt}
+    return orjson.dumps(told | {"manifests": [_manifest(manifest) for manifest in manifests]})
+
+
+def emission_body(emission: Emission) -> bytes:
+    """The body for what a ladder emitted."""
+    names = (
+        *("emission_id", "ladder", "ladder_id", "bucket_key", "event", "step", "attributes", "args", "anchor_at"),
+        *("due_at", "emitted_at", "start_id", "by_event", "reason", "attempt"),
+    )
+    return orjson.dumps({name: getattr(emission, name) for name in names})
 
 
 def sign(secret: str, timestamp: int, body: bytes) -> str:
@@ -114,62 +155,183 @@ def check_signature(secret: str, headers: Mapping[str, str], body: bytes, tolera
     """For the receiving side: whether the headers sign this body, not longer ago than `tolerance` s."""
     given = {name.lower(): value for name, value in headers.items()}
     stamp = given.get("accumulator-timestamp", "")
-    if not stamp.isdigit() or abs(time() - int(stamp)) > tolerance:
+    if not (stamp.isascii() and stamp.isdigit() and len(stamp) <= 12) or abs(time() - int(stamp)) > tolerance:
         return False
-    return hmac.compare_digest(sign(secret, int(stamp), body), given.get("accumulator-signature", ""))
-
-
-def _public(host: str, port: int, resolve: Callable[..., Any] = socket.getaddrinfo) -> str:
-    """An address of the host that is public. Raises Refused where any is not: a name must not lead inside."""
-    try:
-        found = {info[4][0] for info in resolve(host, port, type=socket.SOCK_STREAM)}
-    except OSError:
-        raise Failed("the host's name can't be resolved") from None
-    for address in found:
-        if not ipaddress.ip_address(address.partition("%")[0]).is_global:
-            raise Refused("the host is no public address; allow it with private: true")
-    return str(sorted(found)[0])
-
-
-def deliver(endpoint: Endpoint, manifest: Manifest, client: httpx.Client) -> None:
-    """Sends a manifest. Raises Refused or Failed; their texts hold neither payload nor secret."""
-    parts = urlsplit(endpoint.url)
-    host = parts.hostname or ""
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    target = httpx.URL(endpoint.url)
-    headers = {"Host": parts.netloc}
-    extensions: dict[str, Any] = {}
-    if not endpoint.private:
-        # The address that was checked is the one connected to, whatever the name resolves to a moment later.
-        target = target.copy_with(host=_public(host, port))
-        extensions = {"sni_hostname": host}
-    body, stamp = body_of(manifest), int(time())
-    headers |= {
-        "Content-Type": "application/json",
-        "Idempotency-Key": manifest.window_id,
-        "Accumulator-Attempt": str(manifest.attempt),
-        "Accumulator-Timestamp": str(stamp),
-        "Accumulator-Signature": sign(endpoint.secret, stamp, body),
-        "User-Agent": "event-accumulator",
-    }
-    try:
-        with client.stream(
-            "POST", target, content=body, headers=headers, timeout=endpoint.timeout / 1000, extensions=extensions
-        ) as response:
-            status = response.status_code
-    except httpx.HTTPError as problem:
-        raise Failed(type(problem).__name__) from None
-    if status in PERMANENT:
-        raise Refused(f"HTTP {status}")
-    if not 200 <= status < 300:
-        raise Failed(f"HTTP {status}")
-
-
-def new_client() -> httpx.Client:
-    """A client that follows no redirect and reads no proxy or credentials from the environment."""
-    return httpx.Client(follow_redirects=False, trust_env=False)
+    wanted = sign(secret, int(stamp), body)
+    return hmac.compare_digest(wanted.encode(), given.get("accumulator-signature", "").encode())
 
 
 def new_secret() -> str:
     """A secret to sign with."""
     return secrets.token_urlsafe(32)
+
+
+# --- where it goes ----------------------------------------------------------------------------------------------------
+
+
+def _is_public(address: Address) -> bool:
+    """Whether an address leads to the Internet and to one host, also where it holds an IPv4 address."""
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1]
+        if inner is None and address in _NAT64:
+            inner = ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF)
+        if inner is not None:
+            return _is_public(inner)
+        if address.is_site_local:
+            return False
+    return address.is_global and not (address.is_multicast or address.is_reserved or address.is_unspecified)
+
+
+def public_addresses(host: str, port: int, resolve: Resolve = socket.getaddrinfo) -> list[str]:
+    """The host's addresses, in the order to try. Raises Refused where one of them is not public: a name must not lead
+    inside; Failed where there is none."""
+    try:
+        found = list(dict.fromkeys(str(info[4][0]) for info in resolve(host, port, type=socket.SOCK_STREAM)))
+    except (OSError, UnicodeError):
+        found = []
+    if not found:
+        raise Failed("the host's name can't be resolved")
+    for address in found:
+        if not _is_public(ipaddress.ip_address(address.partition("%")[0])):
+            raise Refused("the host has an address that is not public: allow it with private: true")
+    return found
+
+
+def deliver(
+    endpoint: Endpoint,
+    handed: Sequence[Manifest] | Emission,
+    client: httpx.Client,
+    resolve: Resolve = socket.getaddrinfo,
+) -> None:
+    """Sends what is handed over. Raises Refused or Failed; their texts hold neither payload nor secret."""
+    until = monotonic() + endpoint.timeout / 1000
+    url = httpx.URL(endpoint.url)
+    targets = [url]
+    extensions = {}
+    if not endpoint.private:
+        # Connected to is what was checked, whatever the name resolves to a moment later; the certificate must be the
+        # name's all the same.
+        host = url.raw_host.decode()
+        port = url.port or (443 if url.scheme == "https" else 80)
+        targets = [url.copy_with(host=address) for address in public_addresses(host, port, resolve)]
+        extensions = {"sni_hostname": host}
+    stamp = int(time())
+    if isinstance(handed, Emission):
+        body, key, attempt = emission_body(handed), handed.key, handed.attempt
+    else:
+        body, key, attempt = body_of(handed), handed[-1].window_id, handed[-1].attempt
+    headers = {
+        "Host": url.netloc.decode(),
+        "Content-Type": "application/json",
+        "Idempotency-Key": key,
+        "Accumulator-Attempt": str(attempt),
+        "Accumulator-Timestamp": str(stamp),
+        "Accumulator-Signature": sign(endpoint.secret, stamp, body),
+        "User-Agent": "event-accumulator",
+    }
+    problem = ""
+    for target in targets:
+        try:
+            status = _post(client, target, body, headers, max(0.001, until - monotonic()), extensions)
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            problem = type(error).__name__  # nothing was sent: another address may do
+            continue
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise Failed(type(error).__name__) from None
+        if status in PERMANENT:
+            raise Refused(f"HTTP {status}")
+        if not 200 <= status < 300:
+            raise Failed(f"HTTP {status}")
+        return
+    raise Failed(problem)
+
+
+def _post(
+    client: httpx.Client,
+    url: httpx.URL,
+    body: bytes,
+    headers: Mapping[str, str],
+    seconds: float,
+    extensions: dict[str, Any],
+) -> int:
+    with client.stream("POST", url, content=body, headers=headers, timeout=seconds, extensions=extensions) as response:
+        # A short answer is read, so that the connection can be used again; of any other only the status counts.
+        length = response.headers.get("Content-Length", "0" if response.status_code == 204 else "")
+        if length.isascii() and length.isdigit() and len(length) < 9 and int(length) <= _SMALL:
+            for _ in response.iter_raw():
+                continue
+        return response.status_code
+
+
+@lru_cache
+def _certificates() -> ssl.SSLContext:
+    return httpx.create_ssl_context(trust_env=False)
+
+
+def new_client() -> httpx.Client:
+    """A client for one endpoint (connections are told apart by address, not by name) that follows no redirect and reads
+    no proxy or credentials from the environment."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
+    return httpx.Client(follow_redirects=False, trust_env=False, verify=_certificates(), limits=limits)
+
+
+# --- the role ---------------------------------------------------------------------------------------------------------
+
+
+class WebhookRunner(DirectRunner):
+    """Posts manifests from `threads` threads of this process: the sink ``webhook``.
+
+    `endpoints` maps flows, and ``default`` for all that have none of their own, to where they go. Attempts, leases and
+    timeouts are as the direct runner's: what runs here as the handler is the request. One that trickles on beyond its
+    timeout is left behind after SLACK ms more.
+    """
+
+    SLACK: Final = 5_000
+
+    name = "webhook"
+    sink = "webhook"
+
+    def __init__(
+        self,
+        accumulator: Accumulator,
+        endpoints: Mapping[str, Endpoint],
+        threads: int = 4,
+        grace: float = 2.5,
+        in_flight: InFlight | None = None,
+    ) -> None:
+        super().__init__(accumulator, threads, grace, in_flight)
+        self._clients = {flow: new_client() for flow in endpoints}
+        self._handlers = {
+            flow: Handler(
+                flow=flow,
+                function=partial(_hand_over, endpoint, self._clients[flow]),
+                stages=None,
+                max_attempts=MAX_ATTEMPTS,
+                timeout=endpoint.timeout + self.SLACK,
+                backoff=BACKOFF,
+                max_backoff=MAX_BACKOFF,
+                approval_limit=0,
+            )
+            for flow, endpoint in endpoints.items()
+        }
+
+    def find(self, flow: str) -> Handler:
+        found = self._handlers.get(flow) or self._handlers.get(DEFAULT)
+        if found is None:
+            raise HandlerMissing(flow)
+        return found
+
+    def find_step(self, emission: Emission) -> Handler:
+        return self.find(emission.flow)
+
+    def close(self) -> None:
+        super().close()
+        for client in self._clients.values():
+            client.close()
+
+
+def _hand_over(endpoint: Endpoint, client: httpx.Client, ctx: Context | StepContext) -> None:
+    try:
+        deliver(endpoint, ctx.emission if isinstance(ctx, StepContext) else ctx.manifests, client)
+    finally:
+        client.cookies.clear()  # one answer says nothing to the next request

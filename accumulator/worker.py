@@ -3,7 +3,10 @@
 closer      closes windows that are due, ends leases and back-offs
 dispatcher  makes RQ jobs of manifests whose flow has the sink `rq`
 runner      runs the handlers of flows with the sink `direct`
+webhook     posts the manifests of flows with the sink `webhook`
+janitor     records what nobody was handed, so that its payloads may go
 rq          keeps RQ worker processes running
+pulse       gives signs of life; always there
 """
 
 from __future__ import annotations
@@ -20,14 +23,18 @@ from accumulator import logs
 from accumulator.client import Accumulator
 from accumulator.closer import Closer
 from accumulator.errors import AuthenticationFailed, InvalidSettings, MissingRight, ServerError
-from accumulator.handlers import load_handlers, missing_handlers
+from accumulator.handlers import DEFAULT, load_handlers, missing_handlers, missing_step_handlers
+from accumulator.janitor import Janitor
 from accumulator.policy import Policy
+from accumulator.pulse import Pulse
 from accumulator.role import Role, Trouble
 from accumulator.rq_sink import Dispatcher, Processes
 from accumulator.runner import DirectRunner
 from accumulator.settings import Config, Settings
+from accumulator.turns import InFlight
+from accumulator.webhook import Endpoint, WebhookRunner
 
-ROLES: Final = ("closer", "dispatcher", "runner")
+ROLES: Final = ("closer", "dispatcher", "runner", "webhook", "janitor")
 """What runs where nothing else is said; `rq` comes along with `rq_workers`."""
 
 STOP_WITHIN: Final = 4.5
@@ -37,10 +44,11 @@ STOP_WITHIN: Final = 4.5
 class Worker:
     """Runs `roles` of ROLES, and `rq_workers` RQ worker processes, on what `settings` and `config` name.
 
-    `threads` is how many handlers the role `runner` runs at a time. `accumulator` gives a connection instead of the
-    settings' URL (a RedisCluster may be behind it; RQ does not work on one). `rq_url` is RQ's server where it is
-    another one. `start_within`: seconds in which the server must answer at the start; later, however long it is away,
-    the worker waits for it.
+    `threads` is how many handlers the role `runner` runs at a time, and how many requests the role `webhook` makes.
+    `accumulator` gives a connection instead of the settings' URL (a RedisCluster may be behind it; RQ does not work on
+    one). `rq_url` is RQ's server where it is another one than settings and configuration say. `start_within`: seconds
+    in which the server must answer at the start; later, however long it is away, the worker waits for it. Raises
+    InvalidSettings for an unknown role, and for a webhook's secret that is not there.
     """
 
     def __init__(
@@ -63,16 +71,26 @@ class Worker:
         self.log = logs.get_logger("worker")
         self.roles: list[Role] = []
         self._own = accumulator is None
+        self.endpoints = {
+            flow: Endpoint.of(flow, sink) for flow, sink in self.config.webhooks.items() if "webhook" in roles
+        }
         self.accumulator = accumulator or Accumulator.from_settings(self.settings)
-        self._makers: list[Callable[[], Role]] = []
-        if "closer" in roles:
-            self._makers.append(lambda: Closer(self.accumulator, self._upkeep))
-        if "dispatcher" in roles:
-            self._makers.append(lambda: Dispatcher(self.accumulator, rq_url or self.settings.url))
-        if "runner" in roles:
-            self._makers.append(lambda: DirectRunner(self.accumulator, threads))
-        if rq_workers:
-            self._makers.append(lambda: Processes(self.accumulator, self.settings, config, rq_workers, rq_url))
+        ours = self.accumulator
+        flying = InFlight(ours, self.config.max_in_flight)
+        rq_server = rq_url or self.settings.rq_server
+        makers: dict[str, Callable[[], Role]] = {
+            "closer": lambda: Closer(ours, self._upkeep),
+            "dispatcher": lambda: Dispatcher(
+                ours, rq_server, self.config.rq.queue, options=self.config.rq_sink, in_flight=flying
+            ),
+            "runner": lambda: DirectRunner(ours, threads, in_flight=flying),
+            "webhook": lambda: WebhookRunner(ours, self.endpoints, threads, in_flight=flying),
+            "janitor": lambda: Janitor(ours),
+            "rq": lambda: Processes(ours, self.settings, config, rq_workers, rq_server),
+        }
+        self._names = [name for name in makers if name in roles or (name == "rq" and rq_workers)]
+        self._makers = [makers[name] for name in self._names]
+        self._makers.append(lambda: Pulse(ours, self._names, self.endpoints))
         self._start_within = start_within
         self._stopping = threading.Event()
         self._warned: set[str] = set()
@@ -124,6 +142,12 @@ class Worker:
         policies = {flow: policy for flow, (_, policy) in store.perform(operations.policies()).items()}
         for flow in missing_handlers(policies):
             self.log.error("handler_missing", flow=flow, sink=policies[flow].sink)
+        for name in missing_step_handlers(store.perform(operations.ladder_definitions())):
+            self.log.warning("handler_missing", ladder=name)
+        if "webhook" in self._names:
+            for flow, policy in policies.items():
+                if policy.sink == "webhook" and not {flow, DEFAULT} & self.endpoints.keys():
+                    self.log.error("endpoint_missing", flow=flow, remedy="sinks in the configuration")
 
     def _upkeep(self) -> None:
         """Installs the file's policies where the server has none, warns once where it has others, and brings partitions
@@ -138,6 +162,16 @@ class Worker:
             elif _differs(found[1], policy) and flow not in self._warned:
                 self._warned.add(flow)
                 self.log.warning("policy_differs", flow=flow, version=found[0], remedy="accumulator policy load")
+        definitions = store.perform(operations.ladder_definitions())
+        for name, ladder in self.config.ladders.items():
+            known = definitions.get(name)
+            if known is None:
+                made = store.perform(operations.load_ladder(ladder, True))
+                self.log.info("ladder_installed", ladder=name, version=made.version)
+            elif known[1].options != ladder.options and f"ladder:{name}" not in self._warned:
+                self._warned.add(f"ladder:{name}")
+                self.log.warning("ladder_differs", ladder=name, version=known[0], remedy="accumulator ladder load")
+        store.perform(operations.watch())
         behind = store.perform(operations.repair_policies())
         if behind:
             self.log.warning("policies_repaired", partitions=behind)
@@ -152,7 +186,7 @@ class Worker:
         ]
         for thread in threads:
             thread.start()
-        self.log.info("started", roles=" ".join(role.name for role in self.roles), namespace=self.settings.namespace)
+        self.log.info("started", roles=" ".join(self._names), namespace=self.settings.namespace)
         while not self._stopping.wait(1.0):
             continue
         self.log.info("stopping")

@@ -106,7 +106,7 @@ class Bench:
 
     def fresh(self, partitions: int = 64, opened: int = BUCKETS) -> Accumulator:
         """An empty server and a namespace in which `opened` windows are open (and the scripts loaded)."""
-        self.client.flushall()
+        self.client.execute_command("FLUSHALL", "SYNC")
         made = self.accumulator = self._stack.enter_context(Accumulator(self.server.url, partitions=partitions))
         for flow, policy in POLICIES.items():
             made.load_policy(flow, policy)
@@ -203,7 +203,7 @@ def accept(bench: Bench, size: int, draw: Callable[[int], str], same: bool = Fal
         ]
         return bench.cpu(bench.accepts(calls, max(1, min(100, 1000 // size)))), bench.cpu(bench.xadds(calls))
 
-    found = compare(chunk, bench.many(32), events, "of server CPU", "without us")
+    found = compare(chunk, bench.many(20), events, "of server CPU", "without us")
     assert "duplicates" not in bench.accumulator.counters()
     return found
 
@@ -223,7 +223,7 @@ def client(
         entries = [(f"bare:{event['bucket_key']}", envelope(event)) for event in events]
         return timed(lambda: ours(accumulator, events)), timed(lambda: theirs(bench.client, entries))
 
-    return compare(chunk, bench.many(20 if size > 100 else 40), size, "an event", "by theirs")
+    return compare(chunk, bench.many(12 if size > 100 else 30), size, "an event", "by theirs")
 
 
 def push_each(accumulator: Accumulator, events: Events) -> None:
@@ -250,7 +250,7 @@ def enqueue_many(server: redis.Redis, entries: Entries) -> None:
 
 def closings(bench: Bench) -> Figure:
     bench.fresh(opened=0)
-    before = bench.many(48_000, 64)
+    before = bench.many(26_000, 64)
     bench.push(bucket(n, "soon") for n in range(before))
     spent = bench.spent()
     rounds = bench.close_due()
@@ -264,7 +264,7 @@ def crowded(bench: Bench, events: int, cost: Callable[[Bench, int], float]) -> F
     """`cost(server, windows open there)` of `events` with many windows over that with 1,000."""
     few, much = bench.crowd(1000), bench.crowd(bench.crowd_size)
     what, other = "with 1,000 open", f"with {bench.crowd_size:,}"
-    return compare(lambda _: (cost(few, 1000), cost(much, bench.crowd_size)), bench.many(16), events, what, other)
+    return compare(lambda _: (cost(few, 1000), cost(much, bench.crowd_size)), bench.many(12), events, what, other)
 
 
 def cost_of_accepts(where: Bench, windows: int) -> float:
@@ -301,7 +301,7 @@ def lateness(bench: Bench, others: Sequence[Callable[[str], None]]) -> Figure:
         return closed[0].sealed_at - closed[0].closed_at
 
     processes = [spawn.Process(target=other, args=(crowd.server.url,), daemon=True) for other in others]
-    keys = [bucket(10_000 * len(others) + n, "brief") for n in range(bench.many(600, 20))]
+    keys = [bucket(10_000 * len(others) + n, "brief") for n in range(bench.many(500, 20))]
     accepted = accumulator.counters()["accepted"] + 2000 * (len(others) - 1)
     try:
         for process in processes:
@@ -331,7 +331,7 @@ def open_memory(bench: Bench) -> Figure:
 
 
 def further_memory(bench: Bench, upto: int) -> Figure:
-    buckets = bench.many(40_000 // upto, 100)
+    buckets = bench.many(30_000 // upto, 100)
     bench.fresh(opened=buckets)
     before = bench.used_memory()
     for _ in range(upto - 1):

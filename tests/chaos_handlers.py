@@ -5,7 +5,7 @@ call that is made twice stands in it twice. `happened` reads that file and is fi
 could still come after its attempt was given up (see `_call`).
 
 A trap is a file named after a step and `before` or `after` it. Whichever process comes there first takes it, and kills
-itself or the server with SIGKILL, as the trap says.
+itself or the server with SIGKILL, or stalls until its lease is over, as the trap says.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ WINDOWS: Final[dict[str, Any]] = {"inactivity": "150ms", "max_age": "2s", "max_e
 
 TIMEOUT: Final = 1000
 """ms that a handler may take; all of them take a few."""
+STALL: Final = 2.5
+"""s: longer than a lease."""
 IN_TIME: Final = 700
 """ms after the beginning of its attempt in which a handler may call the world outside."""
 
@@ -72,7 +74,7 @@ class World:
         self.traps = folder / "traps"
 
     def set_trap(self, place: str, victim: str, delay: float = 0.0) -> None:
-        """`victim` is ``process`` or ``server``; it dies `delay` s after the place was passed."""
+        """`victim` is ``process`` or ``server``, which dies `delay` s after the place was passed, or ``stall``."""
         draft = self.traps / "draft"
         draft.write_text(f"{victim} {delay}")
         draft.rename(self.traps / place)
@@ -110,6 +112,8 @@ def _pass(step: str, when: str) -> None:
         _append(world.kills, f"{step}-{when} {victim}")
         if victim == "process":
             os.kill(os.getpid(), signal.SIGKILL)
+        elif victim == "stall":
+            threading.Event().wait(STALL)
 
     if float(delay):
         threading.Timer(float(delay), kill).start()
@@ -216,13 +220,11 @@ class Staged(Stages):
 
 # --- processes --------------------------------------------------------------------------------------------------------
 
-_scripts = {
-    text: name for name in scripts.NAMES for text in (scripts.script(name).sha, scripts.script(name).source)
-}
+_scripts = {text: name for name in scripts.NAMES for text in (scripts.script(name).sha, scripts.script(name).source)}
 
 
 def _steps_of(commands: Commands) -> Iterable[str]:
-    found = {}
+    found: dict[str, None] = {}
     for command in commands:
         if command[0] in ("EVALSHA", "EVAL"):
             script = _scripts[command[1]]
@@ -235,11 +237,11 @@ def _steps_of(commands: Commands) -> Iterable[str]:
 def _set_traps() -> None:
     send, enqueue_many = Store._send, rq.Queue.enqueue_many
 
-    def send_past_traps(store: Store, commands: Commands) -> list[Reply]:
+    def send_past_traps(self: Store, commands: Commands) -> list[Reply]:
         steps = _steps_of(commands)
         for step in steps:
             _pass(step, "before")
-        replies = send(store, commands)
+        replies = send(self, commands)
         for step in steps:
             _pass(step, "after")
         if "begin" in steps:
@@ -257,7 +259,7 @@ def _set_traps() -> None:
 
 
 # What a dead process held comes back within a second or two instead of half a minute.
-_BRIEF: Final = ((runner, "LEASE_MARGIN", 1000), (runner, "WATCH", 500), (rq_sink, "WATCH", 1500))
+_BRIEF: Final = ((runner, "LEASE_MARGIN", 1000), (runner, "WATCH", 500), (rq_sink, "WATCH", 2500))
 
 
 def work(roles: str, folder: Path, url: str, namespace: str) -> None:

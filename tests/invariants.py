@@ -42,7 +42,7 @@ SINGLE = {
 NAMED = {
     "bucket": "hash", "ids": "hash", "order": "hash", "manifests": "zset", "manifest": "hash", "policy": "hash",
     "events": "stream", "kept": "string", "effects": "hash", "stages": "hash", "checkpoint": "string",
-    "tenants": "list", "ready": "list",
+    "tenants": "list", "ready": "list", "stray": "stream",
 }  # fmt: skip
 WINDOW_ID = re.compile(r"[0-9a-z]{20,}")
 
@@ -81,6 +81,8 @@ def problems(client: redis.Redis, namespace: str, purged: bool = False) -> Itera
         if ttl >= 0:
             yield f"{name.decode()} expires by itself"
 
+    if types.pop(f"{namespace}:workers", "zset") != "zset":
+        yield f"{namespace}:workers is no sorted set"
     meta = types.pop(f"{namespace}:meta", None)
     if meta != "hash":
         yield f"{namespace}:meta is {meta or 'missing'}"
@@ -490,14 +492,18 @@ class Partition:
         ready = self.ready(fields).count(window_id)
         timers = self.zsets.get("timers", {})
         timed, led = f"m:{window_id}" in timers, "leader" in fields
-        if not led and (
-            (state == "processing" and not timed) or (state in ("dispatched", "retrying") and not (timed or ready))
-        ):
+        waiting = window_id in self.hashes.get(f"bucket:{key}", {}).get("waits", "").split(" ")
+        moves_on = {
+            "processing": timed,
+            "dispatched": ready == 1 if "back" in fields else timed,
+            "retrying": timed or ready == 1 or waiting,
+        }
+        if not led and not moves_on.get(state, True):
             yield f"{where}: is {state}, and neither timed nor ready"
         if timed and (led or state not in ("dispatched", "processing", "retrying", "awaiting_approval")):
             yield f"{where}: is {state}, and has a timer"
         if state in SETTLED and (f"p:{window_id}" in timers) == (f"x:{window_id}" in timers):
-            yield f"{where}: is {state}, and its retention has {'both timers' if f'p:{window_id}' in timers else 'none'}"
+            yield f"{where}: is {state}, and has not one timer for its retention"
         if policy["sink"] == "none" and state not in SETTLED:
             yield f"{where}: is {state} with sink none"
         steps = int(fields.get("steps", 0))
@@ -597,7 +603,7 @@ class Partition:
             fields["bucket"].partition(":")[0]
             for window_id in self.named("manifest")
             if (fields := self.hashes[f"manifest:{window_id}"])["state"] in ("dispatched", "processing")
-            and "leader" not in fields
+            and not {"leader", "back"} & fields.keys()
         )
         counted = {tenant: int(number) for tenant, number in self.hashes.get("inflight", {}).items()}
         if counted != dict(flying):

@@ -38,11 +38,8 @@ def at_offset(anchor: int, offset: Any, zone: str) -> int:
     days = offset["days"] if isinstance(offset, dict) else ms(offset) // DAY
     clock = time.fromisoformat(offset["at"]) if isinstance(offset, dict) else local.time()
     wanted = datetime.combine(local.date() + timedelta(days=days), clock)
-    # The first instant at which a clock on the wall has come to show it, or has jumped over it.
-    early, late = (wanted.replace(tzinfo=ZoneInfo(zone), fold=fold) for fold in (0, 1))
-    return min((early - EPOCH) // timedelta(milliseconds=1), max(0, (late - EPOCH) // timedelta(milliseconds=1))) if (
-        early.utcoffset() == late.utcoffset() or early.utcoffset() > late.utcoffset()  # type: ignore[operator]
-    ) else (early - EPOCH) // timedelta(milliseconds=1)
+    # Of two instants the first; of a local time that is skipped, as much later as the clock jumped.
+    return (wanted.replace(tzinfo=ZoneInfo(zone), fold=0) - EPOCH) // timedelta(milliseconds=1)
 
 
 def holds(condition: Mapping[str, Any], args: Mapping[str, Any]) -> bool:
@@ -150,7 +147,9 @@ class Ladders:
                   given.get("args", {}), len(self.runs))  # fmt: skip
         run.plan()
         self.runs.append(run)
-        if not given.get("ignore_earlier") and any((key, kind) in self.came for kind in definition.get("cancel_on", ())):
+        if not given.get("ignore_earlier") and any(
+            (key, kind) in self.came for kind in definition.get("cancel_on", ())
+        ):
             self.cancel(run)
         else:
             self.advance(run, run.anchor if counted else self.now)

@@ -16,8 +16,8 @@ import pytest
 import accumulator.handlers
 from accumulator import logs
 from accumulator.client import Accumulator
-from accumulator.errors import HandlerMissing, InvalidSettings
 from accumulator.context import Context
+from accumulator.errors import HandlerMissing, InvalidSettings
 from accumulator.handlers import (
     PermanentError,
     Timeout,

@@ -33,7 +33,15 @@ GOLDEN: dict[str, tuple[tuple[str, ...], str]] = {
     "kept": ((PREFIX, KEY), "acc:{7}:kept:acme:order:Ü-{1}"),
     "manifest": ((PREFIX, WINDOW), "acc:{7}:manifest:0mzk1x9q"),
     "manifests": ((PREFIX, KEY), "acc:{7}:manifests:acme:order:Ü-{1}"),
-    "ready": ((PREFIX, "rq"), "acc:{7}:ready:rq"),
+    "ready": ((PREFIX, "rq", "acme"), "acc:{7}:ready:rq:acme"),
+    "tenants": ((PREFIX, "rq"), "acc:{7}:tenants:rq"),
+    "inflight": ((PREFIX,), "acc:{7}:inflight"),
+    "attention": ((PREFIX,), "acc:{7}:attention"),
+    "unrecorded": ((PREFIX,), "acc:{7}:unrecorded"),
+    "effects": ((PREFIX, WINDOW), "acc:{7}:effects:0mzk1x9q"),
+    "stages": ((PREFIX, WINDOW), "acc:{7}:stages:0mzk1x9q"),
+    "checkpoint": ((PREFIX, KEY), "acc:{7}:checkpoint:acme:order:Ü-{1}"),
+    "workers": (("acc",), "acc:workers"),
     "policy": ((PREFIX, "order"), "acc:{7}:policy:order"),
 }
 

@@ -54,6 +54,7 @@ def test_every_setting_has_a_default() -> None:
 def test_settings_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "REDIS_URL": "rediss://cache.example:7000/2",
+        "RQ_URL": "redis://jobs.example/1",
         "NAMESPACE": "orders-2_b",
         "PARTITIONS": "4096",
         "CONFIG": "etc/a.yaml",
@@ -65,6 +66,7 @@ def test_settings_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv(f"ACCUMULATOR_{name}", value)
     assert Settings().model_dump() == {
         "redis_url": SecretStr("rediss://cache.example:7000/2"),
+        "rq_url": SecretStr("redis://jobs.example/1"),
         "namespace": "orders-2_b",
         "partitions": 4096,
         "config": Path("etc/a.yaml"),

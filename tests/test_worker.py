@@ -15,9 +15,9 @@ import redis
 import accumulator.handlers
 from accumulator.client import Accumulator
 from accumulator.closer import Closer
+from accumulator.context import Context
 from accumulator.embedded import EmbeddedServer
 from accumulator.errors import InvalidSettings, NamespaceMismatch, ServerUnavailable
-from accumulator.context import Context
 from accumulator.handlers import handler
 from accumulator.manifest import Manifest
 from accumulator.role import Role, Trouble, read_wake
@@ -496,10 +496,13 @@ def test_order_within_a_bucket(live: Accumulator, server: EmbeddedServer, namesp
             done.setdefault(ctx.bucket_key, []).append(ctx.manifest.window_version)
 
     live.load_policy("f", {"inactivity": "1h", "sink": "direct"})
-    with own(server.url, namespace) as one, own(server.url, namespace) as two:
-        with running(Closer(one), DirectRunner(one, 4), DirectRunner(two, 4)):
-            flush_all(live, 10, 10)
-            wait_until(lambda: settled(live), timeout=30)
+    with (
+        own(server.url, namespace) as one,
+        own(server.url, namespace) as two,
+        running(Closer(one), DirectRunner(one, 4), DirectRunner(two, 4)),
+    ):
+        flush_all(live, 10, 10)
+        wait_until(lambda: settled(live), timeout=30)
     assert wrong == []
     assert done == {key: list(range(1, 11)) for key in keys(10)}
 
@@ -694,7 +697,7 @@ def test_a_server_that_tells_nothing(server_kind: str, start_server: StartServer
 def test_health(virtual: Accumulator, clock: VirtualClock) -> None:
     virtual.load_policy("f", {"inactivity": "1s", "sink": "direct"})
     health = virtual.store.perform(virtual.operations.health())
-    assert health == (0, 0, 0, 0, {"rq": 0, "direct": 0, "webhook": 0})
+    assert (health.overdue, health.unsettled, health.unsettled_ms, sum(health.ready.values())) == (0, 0, 0, 0)
     push(virtual, keys(3), at=clock)
     clock.advance("1s")
     health = virtual.store.perform(virtual.operations.health())

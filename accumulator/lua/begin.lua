@@ -3,7 +3,8 @@
 --
 -- parts: clock, window, manifest
 -- KEYS[1] -> <ns>:{<p>}:timers
--- derived -> <ns>:{<p>}: manifest:<w> events:<w> kept:<w> bucket:<k> policy:<flow> inflight outbox attention stats
+-- derived -> <ns>:{<p>}: manifest:<w> events:<w> kept:<w> bucket:<k> policy:<flow> tenants:<sink> ready:<sink>:<tenant>
+--            inflight outbox attention stats
 -- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere
 -- ARGV[2] -> window_id
 -- ARGV[3] -> attempt
@@ -22,6 +23,9 @@ if m.ladder and m.state == 'dispatched' and m.event ~= 'cancelled'
 elseif m.state == 'dispatched' and m.attempt == tonumber(ARGV[3]) and not m.leader then
   granted = true
   m.most = tonumber(ARGV[6])
+  if m.back then
+    unready(m)
+  end
   move(m, 'processing', 'begun', 'token', ARGV[4], 'lease', now + ARGV[5], 'most', m.most)
   put('ZADD', KEYS[1], now + ARGV[5], 'm:' .. m.id)
 elseif m.state == 'processing' and m.token == ARGV[4] then

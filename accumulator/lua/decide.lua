@@ -12,7 +12,9 @@
 -- ARGV[4] -> who
 -- ARGV[5] -> why
 -- ARGV[6] -> how uncertain effects are to be taken by a replay: done | not_done | '' (as they stand)
--- reply   -> {'done'|'wrong_state'|'missing', state or ''}
+-- ARGV[7] -> nonce of this decision: the same one again is done again
+-- reply   -> {'done'|'wrong_state'|'missing', state or ''}, or {'joined', window_id}: it shares the fate of that one, which
+--            it was handed over with
 -- cost    -> O(effects + log timers)
 
 local m = load_manifest(ARGV[2])
@@ -23,6 +25,10 @@ local waits = m.state == 'awaiting_approval'
 local answer = 'done'
 if not m.state then
   answer = 'missing'
+elseif call('HGET', m.name, 'decided') == ARGV[7] then
+  answer = 'done'
+elseif m.leader and not SETTLED[m.state] then
+  answer = 'joined'
 elseif (decision == 'approve' and waits) or (decision == 'replay' and troubled) then
   local ledger = prefix .. 'effects:' .. m.id
   if ARGV[6] ~= '' then
@@ -43,17 +49,17 @@ elseif (decision == 'approve' and waits) or (decision == 'replay' and troubled) 
     put('HSET', m.name, 'approved', ARGV[4])
   end
   put('ZREM', KEYS[1], 'm:' .. m.id)
-  move(m, 'retrying', cause)
-  make_ready(m.id, m.bucket, m.rules)
+  move(m, 'retrying', cause, 'decided', ARGV[7])
+  resume(m)
 elseif decision == 'refuse' and waits then
-  leave(m, 'refused', cause)
+  leave(m, 'refused', cause, 'decided', ARGV[7])
 elseif decision == 'discard' and (waits or troubled) then
-  leave(m, 'discarded', cause)
+  leave(m, 'discarded', cause, 'decided', ARGV[7])
 elseif decision == 'confirm' and troubled then
-  leave(m, 'confirmed', cause)
+  leave(m, 'confirmed', cause, 'decided', ARGV[7])
 else
   answer = 'wrong_state'
 end
 commit()
 finish()
-return { answer, m.state or '' }
+return { answer, answer == 'joined' and m.leader or m.state or '' }

@@ -11,7 +11,7 @@
 -- ARGV[4] -> name of the effect
 -- ARGV[5] -> begin | again (it was found not to have happened) | confirm | doubt (the call may have happened) |
 --            undo (the call did not happen)
--- ARGV[6] -> nonce of this beginning: the same one begins once
+-- ARGV[6] -> nonce of this beginning: the same step of the same beginning again says the same
 -- ARGV[7] -> result as JSON, of confirm; ''
 -- reply   -> {'begun'|'confirmed'|'uncertain'|'undone'|'refused', result}
 -- cost    -> O(1)
@@ -30,14 +30,16 @@ if not holds(m, ARGV[3]) then
   answer = 'refused'
 elseif state == 'confirmed' then
   answer = 'confirmed'
-elseif step == 'begin' and state and nonce ~= ARGV[6] then
+elseif state == 'begun' and nonce == ARGV[6] and (step == 'begin' or step == 'again') then
+  answer = 'begun'
+elseif (step == 'begin' and not state) or (step == 'again' and state == 'uncertain') then
+  write('begun')
+  answer = 'begun'
+elseif step == 'begin' then
   if state == 'begun' then
     write('uncertain')
   end
   answer = 'uncertain'
-elseif step == 'begin' or step == 'again' then
-  write('begun')
-  answer = 'begun'
 elseif step == 'confirm' and state then
   write('confirmed', ARGV[7])
   answer = 'confirmed'

@@ -83,7 +83,7 @@ for g = 1, groups do
     else
       local since, seen, older
       prev, since, seen, older = unpack(call('HMGET', name, 'prev', 'ids', 'seen', 'older'))
-      if not since or (prev and match(prev, '^%d+ %w+ (%S+)') == '-' and not older and tonumber(seen or 0) <= now
+      if (not since and call('EXISTS', prefix .. 'events:' .. key) == 0) or (prev and match(prev, '^%d+ %w+ (%S+)') == '-' and not older and tonumber(seen or 0) <= now
         and now - match(since, '^%d+') < policy.dedupe_ttl) then
         window = window_id(now)
         version = prev and format('%d', match(prev, '^%d+') + 1) or '1'

@@ -194,6 +194,13 @@ local function open_window(b, e)
       w.relation = 'c'
     end
   end
+  if not b.fields.open and not b.opened and call('EXISTS', prefix .. 'events:' .. b.key) == 1 then
+    -- The record of a window went and its events did not: they must not join this one, and are kept for who looks.
+    put('RENAME', prefix .. 'events:' .. b.key, prefix .. 'stray:' .. w.id)
+    count('anomalies')
+    audit(b.now, 'anomaly', b.key, '', 'code', 'stray_events', 'window', w.id)
+  end
+  b.opened = true
   -- A new generation of the dedupe set, so that what may be forgotten can go as one key.
   if b.since and b.now - b.since >= p.dedupe_ttl and call('EXISTS', prefix .. 'ids:' .. b.key) == 1
     and not b.written then

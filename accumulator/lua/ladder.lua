@@ -16,6 +16,7 @@ local NOTES = 300
 local function load_ladder(id)
   local flat = call('HGETALL', prefix .. 'ladder:' .. id)
   if #flat == 0 then
+    sure_of_absence(prefix .. 'ladder:' .. id)
     return nil
   end
   local f = {}
@@ -160,6 +161,9 @@ end
 local function notice(b, kind, event_id)
   put('HSET', prefix .. 'noticed:' .. b.key, kind, format('%d', now) .. ' ' .. event_id)
   local ladders = call('HGETALL', prefix .. 'ladders:' .. b.key)
+  if #ladders == 0 then
+    sure_of_absence(prefix .. 'ladders:' .. b.key)
+  end
   for i = 1, #ladders, 2 do
     local id = match(ladders[i], '^ended:(.*)$') or ladders[i + 1]
     local l = not b.called_off[id] and load_ladder(id)
@@ -214,7 +218,9 @@ local function purge_ladder(id)
     put('ZREM', prefix .. 'ladders:' .. l.state, id)
     put('UNLINK', l.key, prefix .. 'ladderargs:' .. id)
     put('ZREM', KEYS[1], 'y:' .. id)
-    put('ZADD', KEYS[1], now, 'r:' .. l.bucket)
+    if call('EXISTS', prefix .. 'bucket:' .. l.bucket) == 1 then
+      put('ZADD', KEYS[1], now, 'r:' .. l.bucket)
+    end
   end
   commit()
   return true

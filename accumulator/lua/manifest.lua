@@ -1,10 +1,12 @@
 -- part manifest: the life of a manifest after its window closed; what a ladder emits has the same one, and its id an s
 -- (<ladder_id>s<number>). Fields of the hash manifest:<window_id> that change:
 --   state, since (instant of the state), attempt (from 1), failures, most (attempts the handler allows), token (fences
---   the attempt that is processing), lease (its end), dispatches (hand-outs of this attempt), approved (by whom),
---   joined (manifests handed over with this one), leader (the one it was handed over with), error;
+--   the attempt that is processing), lease (its end), dispatches (hand-outs of this attempt), back (its job may be lost: it
+--   stands in the ready list again, and is not in flight), approved (by whom), joined (manifests handed over with this
+--   one), leader (the one it was handed over with), gave_way (to a newer window, once), settled_by (the token that ended an
+--   attempt last), decided (the nonce of the last decision), error;
 --   steps and step1, step2 ...: the timeline, '<instant> <state> <attempt> <cause>';
---   digest, and e1, e2 ...: '<digest> <flags> <ref?> <event_id>' once it was handed out (record)
+--   digest, and e1, e2 ... and x1, x2 ...: its entries and retracted ids, once they were recorded (write_record)
 -- Beside it: effects:<window_id>, the ledger, and stages:<window_id>, what the stages of its handler made.
 local SETTLED = { confirmed = true, refused = true, discarded = true, superseded = true, empty = true }
 local RELEASES = { dead = true, uncertain = true, reconciling = true }
@@ -14,27 +16,29 @@ local IN_FLIGHT = { dispatched = true, processing = true }
 local function load_manifest(window_id)
   local m = { id = window_id, name = prefix .. 'manifest:' .. window_id }
   m.bucket, m.state, m.attempt, m.failures, m.token, m.lease, m.dispatches, m.steps, m.policy, m.version, m.joined, m.most,
-    m.leader, m.ladder, m.event =
+    m.leader, m.back, m.ladder, m.event =
     unpack(call('HMGET', m.name, 'bucket', 'state', 'attempt', 'failures', 'token', 'lease', 'dispatches', 'steps',
-      'policy', 'version', 'joined', 'most', 'leader', 'ladder', 'event'))
+      'policy', 'version', 'joined', 'most', 'leader', 'back', 'ladder', 'event'))
   for _, field in ipairs({ 'attempt', 'failures', 'lease', 'dispatches', 'steps', 'version', 'most' }) do
     m[field] = tonumber(m[field] or 0)
   end
-  if not m.bucket then
-    sure_of_absence(m.name)
-  else
+  if m.bucket then
     m.flow, m.tenant = flow_of(m.bucket), match(m.bucket, '^[^:]+')
     m.rules = policy_of(m.flow, m.policy)
   end
   return m
 end
 
+-- How many of a tenant's hand-overs run, or are to: those whose job may be lost do not count.
+local function in_flight(m)
+  return IN_FLIGHT[m.state] and not m.back and not m.leader
+end
+
 local flights = {} -- tenant -> in flight, as this script leaves it
-local function move(m, state, cause, ...)
-  local before = m.state
-  if (IN_FLIGHT[before] or false) ~= (IN_FLIGHT[state] or false) and not m.leader then
-    local flying = (flights[m.tenant] or tonumber(call('HGET', prefix .. 'inflight', m.tenant) or 0))
-      + (IN_FLIGHT[state] and 1 or -1)
+local function tally(m, flew)
+  local by = (in_flight(m) and 1 or 0) - (flew and 1 or 0)
+  if by ~= 0 then
+    local flying = (flights[m.tenant] or tonumber(call('HGET', prefix .. 'inflight', m.tenant) or 0)) + by
     flights[m.tenant] = math.max(flying, 0)
     if flying > 0 then
       put('HSET', prefix .. 'inflight', m.tenant, flying)
@@ -42,12 +46,20 @@ local function move(m, state, cause, ...)
       put('HDEL', prefix .. 'inflight', m.tenant)
     end
   end
-  m.state, m.steps = state, m.steps + 1
+end
+
+local function move(m, state, cause, ...)
+  local before, flew = m.state, in_flight(m)
+  if m.back then
+    put('HDEL', m.name, 'back')
+  end
+  m.state, m.steps, m.back = state, m.steps + 1, nil
+  tally(m, flew)
   put('HSET', m.name, 'state', state, 'since', now, 'attempt', m.attempt, 'failures', m.failures, 'steps', m.steps,
     'step' .. m.steps, format('%d', now) .. ' ' .. state .. ' ' .. m.attempt .. ' ' .. cause, ...)
-  if ATTENTION[state] then
+  if ATTENTION[state] and not ATTENTION[before] then
     put_first('ZADD', prefix .. 'attention', now, m.id)
-  elseif ATTENTION[before] then
+  elseif ATTENTION[before] and not ATTENTION[state] then
     put('ZREM', prefix .. 'attention', m.id)
   end
   if SETTLED[state] then
@@ -69,44 +81,123 @@ local function move(m, state, cause, ...)
   end
 end
 
--- The bucket's turn passes to its next manifest that waits.
-local function release(m)
-  if m.ladder then
-    -- Steps of one ladder keep their order among themselves.
-    local ladder = prefix .. 'ladder:' .. m.ladder
-    if call('HGET', ladder, 'turn') ~= m.id then
-      return
-    end
-    for number = m.version + 1, tonumber(call('HGET', ladder, 'emitted')) do
-      local following = m.ladder .. 's' .. number
-      if call('HGET', prefix .. 'manifest:' .. following, 'state') == 'closed' then
-        put('HSET', ladder, 'turn', following)
-        make_ready(following, m.bucket, m.rules)
-        return
-      end
-    end
-    put('HDEL', ladder, 'turn')
-    return
-  end
-  if call('HGET', prefix .. 'bucket:' .. m.bucket, 'turn') ~= m.id then
-    return
-  end
+-- Shows `visit` the bucket's manifests that are newer than m, the oldest first, until it says true.
+local function later(m, visit)
   local from = '(' .. m.version
-  while true do
+  repeat
     local page = call('ZRANGE', prefix .. 'manifests:' .. m.bucket, from, '+inf', 'BYSCORE', 'LIMIT', 0, 50, 'WITHSCORES')
     for i = 1, #page, 2 do
-      local next_one = load_manifest(page[i])
-      if next_one.state == 'closed' and next_one.rules.ordered == '1' then
-        put('HSET', prefix .. 'bucket:' .. m.bucket, 'turn', page[i])
-        make_ready(next_one.id, next_one.bucket, next_one.rules)
-        return
+      if visit(load_manifest(page[i])) then
+        return true
       end
       from = '(' .. page[i + 1]
     end
-    if #page < 100 then
-      put('HDEL', prefix .. 'bucket:' .. m.bucket, 'turn')
+  until #page < 100
+  return false
+end
+
+-- Whether there is somebody to give way to: a newer window that is open, or waits to be handed over.
+local function newer_waits(m)
+  local open = match(call('HGET', prefix .. 'bucket:' .. m.bucket, 'open') or '', '^%w+ (%d+)')
+  return tonumber(open or 0) > m.version or later(m, function(other)
+    return other.state == 'closed'
+  end)
+end
+
+local function listed_in(list, id)
+  return string.find(' ' .. (list or '') .. ' ', ' ' .. id .. ' ', 1, true) ~= nil
+end
+
+-- A list of window ids in order of version, with m's in it.
+local function with_id(list, m)
+  local ids = {}
+  for id in string.gmatch(list or '', '%w+') do
+    if m and load_manifest(id).version > m.version then
+      ids[#ids + 1], m = m.id, nil
+    end
+    ids[#ids + 1] = id
+  end
+  ids[#ids + 1] = m and m.id
+  return table.concat(ids, ' ')
+end
+
+-- What a ladder emits keeps its order.
+local function release_step(m)
+  local ladder = prefix .. 'ladder:' .. m.ladder
+  local turn, emitted = unpack(call('HMGET', ladder, 'turn', 'emitted'))
+  if turn ~= m.id then
+    return
+  end
+  for number = m.version + 1, tonumber(emitted) do
+    local following = m.ladder .. 's' .. number
+    if call('HGET', prefix .. 'manifest:' .. following, 'state') == 'closed' then
+      put('HSET', ladder, 'turn', following)
+      make_ready(following, m.bucket, m.rules)
       return
     end
+  end
+  put('HDEL', ladder, 'turn')
+end
+
+local function give_turn(m)
+  put('HSET', prefix .. 'bucket:' .. m.bucket, 'turn', m.id)
+  make_ready(m.id, m.bucket, m.rules)
+end
+
+-- The bucket's turn passes on: to what came back, the oldest first; to its next manifest that waits; where the window that
+-- others gave way to came to nothing, to the last of them.
+local function release(m)
+  if m.ladder then
+    release_step(m)
+    return
+  end
+  local bucket = prefix .. 'bucket:' .. m.bucket
+  local turn, waits, joins, open = unpack(call('HMGET', bucket, 'turn', 'waits', 'joins', 'open'))
+  if turn ~= m.id then
+    return
+  end
+  local first, rest = match(waits or '', '^(%w+) ?(.*)$')
+  if first then
+    if rest == '' then
+      put('HDEL', bucket, 'waits')
+    else
+      put('HSET', bucket, 'waits', rest)
+    end
+    give_turn(load_manifest(first))
+    return
+  end
+  local given = later(m, function(other)
+    if other.state == 'closed' and other.rules.ordered == '1' and not listed_in(joins, other.id) then
+      give_turn(other)
+      return true
+    end
+  end)
+  if given then
+    return
+  elseif joins and not open then
+    give_turn(load_manifest(match(joins, '(%w+)$')))
+  else
+    put('HDEL', bucket, 'turn')
+  end
+end
+
+-- Back to be handed over, when its bucket's turn is free.
+local function resume(m)
+  if m.ladder then
+    if call('HEXISTS', prefix .. 'ladder:' .. m.ladder, 'turn') == 0 then
+      put('HSET', prefix .. 'ladder:' .. m.ladder, 'turn', m.id)
+    end
+    make_ready(m.id, m.bucket, m.rules)
+    return
+  end
+  local bucket = prefix .. 'bucket:' .. m.bucket
+  local turn, waits = unpack(call('HMGET', bucket, 'turn', 'waits'))
+  if m.rules.ordered == '0' then
+    make_ready(m.id, m.bucket, m.rules)
+  elseif turn and turn ~= m.id then
+    put('HSET', bucket, 'waits', with_id(waits, m))
+  else
+    give_turn(m)
   end
 end
 
@@ -163,6 +254,16 @@ local function write_record(m, at)
   put('SREM', prefix .. 'unrecorded', m.id)
 end
 
+-- A job that was thought lost begins: it is not to be handed out once more.
+local function unready(m)
+  local list = prefix .. 'ready:' .. m.rules.sink .. ':' .. m.tenant
+  put('LREM', list, 1, m.id)
+  commit()
+  if call('EXISTS', list) == 0 then
+    put('LREM', prefix .. 'tenants:' .. m.rules.sink, 0, m.tenant)
+  end
+end
+
 -- A watch, a lease, a back-off or a time limit of this manifest ended.
 local function manifest_timer(window_id)
   local m = load_manifest(window_id)
@@ -173,6 +274,9 @@ local function manifest_timer(window_id)
   if m.state == 'dispatched' then
     -- The job may be lost; whichever of the two comes first begins. In front, since a tenant at its limit has to get
     -- past it.
+    m.back = '1'
+    tally(m, true)
+    put('HSET', m.name, 'back', 1)
     make_ready(m.id, m.bucket, m.rules, true)
   elseif m.state == 'processing' then
     fail(m, 'lease_ended', 0)

@@ -4,7 +4,7 @@
 --
 -- parts: clock, window, manifest
 -- KEYS[1] -> <ns>:{<p>}:timers
--- derived -> <ns>:{<p>}: manifest:<w> unrecorded policy:<flow>
+-- derived -> <ns>:{<p>}: manifest:<w> unrecorded policy:<flow> audit stats
 -- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere
 -- ARGV[2] -> window_id
 -- ARGV[3] -> from here on, the record of the window, as write_record says

@@ -35,9 +35,9 @@ if ARGV[6] == 'accept' then
   local e = parse_event(10)
   b.known = lookup_ids(b, { id })
   local k = b.known[id]
-  local revised = k ~= nil and k.first ~= nil
-  if k then
-    k.retracted = false
+  local revised = k ~= nil and k.first ~= nil and fields.code ~= 'set_aside'
+  if k and k.retracted then
+    k.retracted, k.last = false, nil -- it counts anew
   end
   answer = told(b, take_in(b, e, p, fields.code == 'late' or fields.code == 'too_old', revised, true))
 end
@@ -45,7 +45,7 @@ b.queued = b.queued and tonumber(b.queued) > 1 and b.queued - 1 or nil
 put('XDEL', prefix .. 'reconcile', ARGV[5])
 audit(b.now, ARGV[6] == 'accept' and 'resolved' or 'discarded', key, id, 'code', fields.code, 'by', ARGV[7], 'why', ARGV[8])
 count('resolved')
-if not b.window and not b.prev and not b.queued then
+if not b.queued then
   put('ZADD', KEYS[1], b.remembered or b.now, 'r:' .. key)
 end
 save_bucket(b)

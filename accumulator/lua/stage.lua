@@ -3,11 +3,11 @@
 --
 -- parts: clock, window, manifest
 -- KEYS[1] -> <ns>:{<p>}:timers
--- derived -> <ns>:{<p>}: manifest:<w> stages:<w> policy:<flow> stats
+-- derived -> <ns>:{<p>}: manifest:<w> stages:<w> policy:<flow>
 -- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere
 -- ARGV[2] -> window_id
 -- ARGV[3] -> token of the attempt
--- ARGV[4] -> stage
+-- ARGV[4] -> stage; '' drops what was kept of all, and the approval of what was proposed
 -- ARGV[5] -> its result as JSON
 -- reply   -> 'done' | 'refused'
 -- cost    -> O(1)
@@ -16,5 +16,11 @@ local m = load_manifest(ARGV[2])
 if not holds(m, ARGV[3]) then
   return 'refused'
 end
-call('HSET', prefix .. 'stages:' .. m.id, ARGV[4], ARGV[5])
+local stages = prefix .. 'stages:' .. m.id
+if ARGV[4] == '' then
+  call('UNLINK', stages)
+  call('HDEL', m.name, 'approved')
+else
+  call('HSET', stages, ARGV[4], ARGV[5])
+end
 return 'done'

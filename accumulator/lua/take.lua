@@ -22,57 +22,58 @@ for i = 6, #ARGV, 2 do
 end
 local default = tonumber(ARGV[5])
 
--- A manifest whose hand-over takes others along: all that wait (handover: together), and those that gave way to it.
+-- A manifest's hand-over takes others along: those that gave way, and (handover: together) all that wait behind it, up to
+-- one that goes elsewhere. They are handed over under the last of them.
+local unlisted = {}
 local function gather(m)
-  local joined, last = {}, m
-  local given_way = call('HGET', prefix .. 'bucket:' .. m.bucket, 'joins')
-  for id in string.gmatch(given_way or '', '%w+') do
+  local bucket, group = prefix .. 'bucket:' .. m.bucket, { m }
+  local turn, joins = unpack(call('HMGET', bucket, 'turn', 'joins'))
+  for id in string.gmatch(joins or '', '%w+') do
     if id ~= m.id then
-      joined[#joined + 1] = load_manifest(id)
+      group[#group + 1] = load_manifest(id)
     end
   end
-  if given_way then
-    put('HDEL', prefix .. 'bucket:' .. m.bucket, 'joins')
+  if joins then
+    put('HDEL', bucket, 'joins')
   end
   if m.rules.handover == 't' then
-    local from = '(' .. m.version
-    repeat
-      local page = call('ZRANGE', prefix .. 'manifests:' .. m.bucket, from, '+inf', 'BYSCORE', 'LIMIT', 0, 50, 'WITHSCORES')
-      for i = 1, #page, 2 do
-        local other = load_manifest(page[i])
-        if other.state == 'closed' and other.rules.sink == sink and other.rules.handover == 't' then
-          joined[#joined + 1], last = last, other
-        end
-        from = '(' .. page[i + 1]
+    later(m, function(other)
+      if other.state ~= 'closed' or listed_in(joins, other.id) then
+        return false
+      elseif other.rules.sink ~= sink or other.rules.handover ~= 't' then
+        return true
       end
-    until #page < 100
+      group[#group + 1] = other
+    end)
   end
-  if #joined > 0 then
-    local ids = {}
-    for i = 1, #joined do
-      ids[i] = joined[i].id
-      put('HSET', joined[i].name, 'leader', last.id)
-      joined[i].leader = last.id
-      if joined[i].joined then
-        ids[i] = ids[i] .. ' ' .. joined[i].joined
-        for id in string.gmatch(joined[i].joined, '%w+') do
-          put('HSET', prefix .. 'manifest:' .. id, 'leader', last.id)
-        end
-        put('HDEL', joined[i].name, 'joined')
-        joined[i].joined = nil
-      end
-    end
-    last.joined = table.concat(ids, ' ')
-    put('HSET', last.name, 'joined', last.joined)
-    if last.id ~= m.id and m.rules.ordered == '1' then
-      put('HSET', prefix .. 'bucket:' .. m.bucket, 'turn', last.id)
-    end
-    commit()
-    last.joined = table.concat(ids, ' ')
+  if #group == 1 then
+    return m
   end
+  table.sort(group, function(one, other)
+    return one.version < other.version
+  end)
+  local last, ids = table.remove(group), {}
+  for i, other in ipairs(group) do
+    last.attempt = math.max(last.attempt, other.attempt) -- no attempt of any of them has its number twice
+    ids[i] = other.id
+    put('HSET', other.name, 'leader', last.id)
+  end
+  last.joined = table.concat(ids, ' ')
+  put('HSET', last.name, 'joined', last.joined)
+  if turn == m.id then
+    put('HSET', bucket, 'turn', last.id)
+  end
+  if m.rules.ordered == '0' then
+    group[#group + 1] = last
+    for _, other in ipairs(group) do
+      unlisted[#unlisted + 1] = { prefix .. 'ready:' .. sink .. ':' .. m.tenant, other.id }
+    end
+  end
+  commit() -- move looks at the leader of each
   return last
 end
 
+local LOOKED_AT = 200
 local taken = {}
 local tenants = {}
 if default == 0 then
@@ -80,7 +81,7 @@ if default == 0 then
     tenants[#tenants + 1] = ARGV[i]
   end
 else
-  tenants = call('LRANGE', prefix .. 'tenants:' .. sink, 0, 199)
+  tenants = call('LRANGE', prefix .. 'tenants:' .. sink, 0, LOOKED_AT - 1)
 end
 local queues = {}
 for i = 1, #tenants do
@@ -93,26 +94,23 @@ for i = 1, #tenants do
   queues[i] = { tenant = tenant, list = prefix .. 'ready:' .. sink .. ':' .. tenant, room = room, at = 0, waiting = {} }
 end
 
-local count_taken, progress, seen = 0, true, {}
+local count_taken, progress = 0, true
 while count_taken < most and progress do
   progress = false
   for i = 1, #queues do
     local q = queues[i]
-    if not q.shut and count_taken < most then
+    if q.room > 0 and count_taken < most then
       local window_id = q.waiting[1]
       if not window_id then
         q.waiting = call('LRANGE', q.list, q.at, q.at + math.ceil(most / #queues))
         window_id = q.waiting[1]
       end
-      -- One that was put back by its watch and by its lease stands here twice.
-      local m = window_id and not seen[window_id] and load_manifest(window_id) or {}
-      if window_id and q.room <= 0 and (m.state == 'closed' or m.state == 'retrying') then
-        q.shut = true -- only what is in flight already, and was lost, may be taken over the limit; it stands in front
-      elseif window_id then
+      if window_id then
         table.remove(q.waiting, 1)
         q.at, progress = q.at + 1, true
-        seen[window_id] = true
-        if m.state == 'closed' or m.state == 'retrying' or m.state == 'dispatched' then
+        local m = load_manifest(window_id)
+        -- One that was gathered by another one may stand here still.
+        if not m.leader and (m.state == 'closed' or m.state == 'retrying' or (m.state == 'dispatched' and m.back)) then
           local cause = 'taken'
           if m.state == 'dispatched' then
             cause = 'taken_again'
@@ -126,24 +124,31 @@ while count_taken < most and progress do
           put('ZADD', KEYS[1], now + ARGV[4] * 2 ^ math.min(m.dispatches, 10), 'm:' .. m.id)
           commit()
           taken[#taken + 1], taken[#taken + 2], taken[#taken + 3] = m.id, m.attempt, m.bucket
-          count_taken = count_taken + 1
-          q.room = q.room - (cause == 'taken' and 1 or 0)
+          count_taken, q.room = count_taken + 1, q.room - 1
         end
       end
     end
   end
 end
--- The tenants that were served go to the end of the order; those with nothing left leave it.
+for i = 1, #queues do
+  put('LTRIM', queues[i].list, queues[i].at, -1)
+end
+for _, entry in ipairs(unlisted) do
+  put('LREM', entry[1], 0, entry[2])
+end
+commit()
+-- The tenants that were served go to the end of the order, as do those at their limit where more tenants wait than were
+-- looked at; those with nothing left leave it.
 for i = 1, #queues do
   local q = queues[i]
-  if q.at > 0 then
-    put('LTRIM', q.list, q.at, -1)
-    put('LREM', prefix .. 'tenants:' .. sink, 0, q.tenant)
-    if call('LLEN', q.list) > q.at then
-      put('RPUSH', prefix .. 'tenants:' .. sink, q.tenant)
+  if q.at > 0 or #queues == LOOKED_AT then
+    if call('EXISTS', q.list) == 1 then
+      call('RPUSH', prefix .. 'tenants:' .. sink, q.tenant)
+      call('LREM', prefix .. 'tenants:' .. sink, 1, q.tenant)
+    else
+      call('LREM', prefix .. 'tenants:' .. sink, 0, q.tenant)
     end
   end
 end
-commit()
 finish()
 return taken

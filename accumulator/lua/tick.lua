@@ -74,7 +74,7 @@ for i = 1, #due do
   local ok, problem = pcall(handle, due[i])
   if not ok then
     -- One bucket that can't be closed must not keep the others from it.
-    journal, ahead = {}, 1
+    journal, ahead, listed, flights = {}, 1, {}, {}
     count('anomalies')
     call('ZADD', KEYS[1], now + 10000, due[i])
     failure = type(problem) == 'table' and problem.err or problem

@@ -12,7 +12,8 @@
 --   ids      '<generation began> <remembered until>'; older: '<number>:<remembered until>:<last version>' of
 --            each older generation
 --   seen     an instant this bucket has seen, where later than its last acceptance
---   turn     the manifest of an ordered bucket that is being processed; joins: those that gave way to the next one
+--   turn     the manifest of an ordered bucket whose turn it is; waits: those that came back (replayed, approved late) and
+--            wait for it; joins: those that gave way to the next one handed over. Both lists are in order of version
 --   queued   how many of its events wait in the reconciliation queue
 --   flushed  '<nonce> <window_id>' of the last flush that named no version
 --
@@ -170,7 +171,7 @@ local function load_bucket(key)
   for i = 1, #flat, 2 do
     f[flat[i]] = flat[i + 1]
   end
-  b.turn, b.older, b.joins, b.queued = f.turn, f.older, f.joins, f.queued
+  b.turn, b.waits, b.joins, b.older, b.queued = f.turn, f.waits, f.joins, f.older, f.queued
   if f.seen then
     b.now = math.max(b.now, tonumber(f.seen))
   end
@@ -241,7 +242,8 @@ local function save_bucket(b)
   if b.since then
     new.ids = b.since .. ' ' .. b.remembered
   end
-  new.older, new.turn, new.joins, new.queued, new.flushed = b.older, b.turn, b.joins, b.queued, b.flushed or f.flushed
+  new.turn, new.waits, new.joins, new.older, new.queued = b.turn, b.waits, b.joins, b.older, b.queued
+  new.flushed = b.flushed or f.flushed
   if next(new) and b.now > (w and w.last or 0) then
     new.seen = b.now
   end
@@ -335,7 +337,7 @@ local function close_window(b, reason, closed_at)
     if b.joins and not b.turn then
       -- The window that others gave way to came to nothing: the last of them is handed over after all.
       b.turn = match(b.joins, '(%w+)$')
-      make_ready(b.turn, b.key, p)
+      make_ready(b.turn, b.key, policy_of(b.flow, call('HGET', prefix .. 'manifest:' .. b.turn, 'policy')))
     end
   end
   if not w.stored then
