@@ -210,8 +210,7 @@ class Waiting(NamedTuple):
 
 
 class Decided(NamedTuple):
-    """The answer to a decision on a manifest: ``done``, ``wrong_state`` or ``missing``, and the state it is in now; or
-    ``joined``, and the window id of the manifest whose fate it shares."""
+    """The answer to a decision on a manifest: ``done``, ``wrong_state`` or ``missing``, and the state it is in now."""
 
     outcome: str
     state: str

@@ -214,6 +214,7 @@ class Partition:
         self.windows: dict[str, Window] = {}  # by bucket key or window id
         self.seen: dict[tuple[str, str], list[int]] = {}  # (bucket key, event id) → versions that took it
         self.digests: dict[tuple[str, str], set[str]] = {}
+        self.once: set[tuple[str, str, str]] = set()
 
     # --- reading
 
@@ -387,11 +388,14 @@ class Partition:
         return int(orjson.loads(kept.partition(b" ")[2])["size"]) if kept else 0
 
     def note(self, key: str, window: Window, version: int) -> Iterator[str]:
-        for event_id, _, digest, _ in window.taken:
+        for event_id, envelope, digest, _ in window.taken:
             self.seen.setdefault((key, event_id), []).append(version)
             digests = self.digests.setdefault((key, event_id), set())
-            if digest in digests:
-                yield f"bucket {key}: {event_id} was accepted twice with the same content, again in version {version}"
+            # What a handler set aside may be handed over again, by somebody's decision.
+            if not envelope.get("reconciled"):
+                if (key, event_id, digest) in self.once:
+                    yield f"bucket {key}: {event_id} was accepted twice with the same content, in version {version}"
+                self.once.add((key, event_id, digest))
             digests.add(digest)
 
     def indices(self) -> Iterator[str]:

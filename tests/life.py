@@ -11,7 +11,7 @@ from accumulator.client import Accumulator
 from accumulator.context import Context
 from accumulator.handlers import Handler, find_handler
 from accumulator.manifest import SETTLED, Manifest
-from accumulator.operations import Grant, LoadedPolicy, Receipt, ReconcileItem, Taken
+from accumulator.operations import Decided, Grant, LoadedPolicy, Receipt, ReconcileItem, Resolved, Taken
 from accumulator.runner import run_attempt
 from accumulator.store import Operation
 from accumulator.testing import VirtualClock
@@ -125,14 +125,11 @@ class Life:
     def effect(self, window_id: str, name: str, step: str, nonce: str = "n1", result: str = "", **token: str) -> str:
         return self.do(self.ops.effect(window_id, token.get("token", TOKEN), name, step, nonce, result))[0]
 
-    def decide(self, window_id: str, decision: str, effects: str = "") -> tuple[str, str]:
-        told, state = self.do(self.ops.decide(window_id, decision, "ana", "seen", effects))
-        return told, state
+    def decide(self, window_id: str, decision: str, effects: str = "") -> Decided:
+        return self.do(self.ops.decide(window_id, decision, "ana", "seen", effects))
 
-    def resolve(self, item: ReconcileItem, decision: str) -> Receipt | None:
-        done: Any = self.do(self.ops.resolve(item, decision, "ana", "seen"))
-        receipt: Receipt | None = getattr(done, "receipt", done)
-        return receipt
+    def resolve(self, item: ReconcileItem, decision: str) -> Resolved:
+        return self.do(self.ops.resolve(item, decision, "ana", "seen"))
 
     def manifest(self, window_id: str) -> Manifest:
         manifest = self.acc.manifest(window_id)
@@ -168,7 +165,7 @@ class Life:
 
     # --- what there is ---
 
-    def keys(self) -> set[str]:
+    def all_keys(self) -> set[str]:
         return {key.decode() for key in self.client.scan_iter(count=5000)}
 
     def all_manifests(self) -> dict[str, dict[str, str]]:
@@ -195,7 +192,7 @@ class Snapshot:
         self.prefix_of = life.ops.prefix_of
         found: list[tuple[str, str]] = []
         pipe = life.client.pipeline(transaction=False)
-        for key in sorted(life.keys()):
+        for key in sorted(life.all_keys()):
             prefix, _, name = key.partition("}:")
             kind = name.partition(":")[0] + (":" if ":" in name else "")
             if kind in reads:
@@ -289,7 +286,7 @@ class Snapshot:
         others = [w for w, fields in manifests.items() if fields["state"] == "closed" and w not in joins]
         for window_id, fields in manifests.items():
             state, leader = fields["state"], fields.get("leader", window_id)
-            ordered = rules[fields["policy"]].split()[19] == "1"
+            ordered = rules[manifests[leader]["policy"]].split()[19] == "1"
             wanted = 0
             if state == "closed":
                 wanted = 1 if turn == window_id or (not ordered and window_id not in joins) else 0

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import redis
@@ -35,15 +36,19 @@ def cluster() -> Iterator[list[EmbeddedServer]]:
         clients = [stack.enter_context(redis.Redis(port=server.port)) for server in servers]
         bounds = [0, 5461, 10923, 16384]
         for client, (first, after) in zip(clients, pairwise(bounds), strict=True):
-            client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, after - 1)
+            _run(client, "CLUSTER", "ADDSLOTSRANGE", first, after - 1)
         for server in servers[1:]:
-            clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", server.port)
+            _run(clients[0], "CLUSTER", "MEET", "127.0.0.1", server.port)
         wait_until(lambda: all(_ready(client) for client in clients), timeout=30)
         yield servers
 
 
+def _run(node: redis.Redis, *command: object) -> Any:
+    return node.execute_command(*command)
+
+
 def _ready(client: redis.Redis) -> bool:
-    info = client.execute_command("CLUSTER", "INFO")
+    info = _run(client, "CLUSTER", "INFO")
     text = info if isinstance(info, dict) else dict(line.split(":", 1) for line in info.decode().split() if ":" in line)
     return text["cluster_state"] == "ok" and text["cluster_known_nodes"] == "3"
 
@@ -129,8 +134,8 @@ def test_a_slot_that_moves_delays_and_loses_nothing(cluster: list[EmbeddedServer
         perform, operations = accumulator.store.perform, accumulator.operations
         accumulator.load_policy("order", {"inactivity": "10s", "max_events": 7, "sink": "direct"})
         slot = client.keyslot(keys.timers(operations.prefixes[0]) if operations.prefixes else "t-moving:{0}:timers")
-        ids = [node.execute_command("CLUSTER", "MYID").decode() for node in nodes]
-        owner = next(i for i, node in enumerate(nodes) if node.execute_command("CLUSTER", "COUNTKEYSINSLOT", slot))
+        ids = [_run(node, "CLUSTER", "MYID").decode() for node in nodes]
+        owner = next(i for i, node in enumerate(nodes) if _run(node, "CLUSTER", "COUNTKEYSINSLOT", slot))
         target = (owner + 1) % 3
         answered: set[str] = set()
 
@@ -141,18 +146,18 @@ def test_a_slot_that_moves_delays_and_loses_nothing(cluster: list[EmbeddedServer
 
         for i in range(100):
             push(i)
-        nodes[target].execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[owner])
-        nodes[owner].execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
+        _run(nodes[target], "CLUSTER", "SETSLOT", slot, "IMPORTING", ids[owner])
+        _run(nodes[owner], "CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
         number = 100
-        while names := nodes[owner].execute_command("CLUSTER", "GETKEYSINSLOT", slot, 7):
+        while names := _run(nodes[owner], "CLUSTER", "GETKEYSINSLOT", slot, 7):
             for i in range(number, number + 5):
                 taken = _try(accumulator, _event(i, i % 20))  # those that are refused for now are sent again below
                 if taken is not None:
                     answered.add(taken.event_id)
             number += 5
-            nodes[owner].execute_command("MIGRATE", "127.0.0.1", cluster[target].port, "", 0, 5000, "KEYS", *names)
+            _run(nodes[owner], "MIGRATE", "127.0.0.1", cluster[target].port, "", 0, 5000, "KEYS", *names)
         for node in (nodes[target], nodes[owner], nodes[3 - owner - target]):
-            node.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[target])
+            _run(node, "CLUSTER", "SETSLOT", slot, "NODE", ids[target])
         for i in range(100, number):
             push(i)
         assert answered == {f"e{i}" for i in range(number)}

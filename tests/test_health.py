@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -336,11 +334,6 @@ def test_the_servers_own_clock(live: Accumulator) -> None:
     assert live.health().problems
 
 
-@pytest.fixture
-def limited(server_kind: str, start_server: StartServer) -> Callable[..., EmbeddedServer]:
-    return lambda **options: start_server(**options)
-
-
 @pytest.mark.parametrize(
     ("options", "problem", "warning"),
     [
@@ -477,19 +470,18 @@ def test_the_pulse_is_quiet_while_the_server_is_away(
 ) -> None:
     monkeypatch.setattr(pulse, "BEAT", 0.01)
     server = start_server()
-    with own(server.url, namespace) as one, own(server.url, namespace) as two:
-        with running(Pulse(one, ["closer"])):
-            wait_until(lambda: seen(two))
-            server.kill()
-            server.restart()
-            wait_until(lambda: seen(two))
+    with own(server.url, namespace) as one, own(server.url, namespace) as two, running(Pulse(one, ["closer"])):
+        wait_until(lambda: seen(two))
+        server.kill()
+        server.restart()
+        wait_until(lambda: seen(two))
     assert "trouble" not in caplog.text
 
 
 def test_rq_workers_give_signs_of_life(
     live: Accumulator, server: EmbeddedServer, namespace: str, tmp_path: Any
 ) -> None:
-    with program(["-m", "workers.rq"], server.url, namespace, tmp_path / "log") as worker:
+    with program(["-m", "workers.rq_worker"], server.url, namespace, tmp_path / "log") as worker:
         wait_until(lambda: seen(live) == [("rq",)], timeout=30)
         assert "log" in live.health().workers[0].handlers
         worker.process.terminate()
@@ -501,27 +493,31 @@ def test_rq_workers_give_signs_of_life(
 
 
 @pytest.fixture
-def janitor(virtual: Accumulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Janitor]:
+def janitor(virtual: Accumulator, monkeypatch: pytest.MonkeyPatch) -> Janitor:
     monkeypatch.setattr(Janitor, "PAUSE", 0.0)
-    yield Janitor(virtual)
+    return Janitor(virtual)
 
 
 def unrecorded(target: Accumulator) -> list[str]:
     return target.store.perform(target.operations.unrecorded())
 
 
-def test_what_nobody_was_handed_is_recorded(virtual: Accumulator, clock: VirtualClock, janitor: Janitor) -> None:
-    policy(virtual, sink="none")
-    manifests = [close(virtual, clock, f"t:f:{i}") for i in range(5)]
-    virtual.push(event("e1", "t:f:empty", clock))
-    virtual.retract("t:f:empty", "e1")
-    manifests.append(close_open(virtual, "t:f:empty"))
-    assert len(unrecorded(virtual)) == 6
-    janitor.step()
-    assert unrecorded(virtual) == []
-    clock.advance(timedelta(days=3) // timedelta(milliseconds=1))
+def test_what_nobody_was_handed_is_recorded(
+    make_client: MakeClient, namespace: str, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Janitor, "PAUSE", 0.0)
+    target = clock.attach(Accumulator(make_client(), namespace=namespace, partitions=4, clock=clock))
+    policy(target, sink="none")
+    manifests = [close(target, clock, f"t:f:{i}") for i in range(5)]
+    target.push(event("e1", "t:f:empty", clock))
+    target.retract("t:f:empty", "e1")
+    manifests.append(close_open(target, "t:f:empty"))
+    assert len(unrecorded(target)) == 6
+    Janitor(target).step()
+    assert unrecorded(target) == []
+    clock.advance("3d")
     for before in manifests:
-        after = virtual.manifest(before.window_id)
+        after = target.manifest(before.window_id)
         assert after is not None
         assert (after.events, after.record, after.digest) == ((), before.record, before.digest)
 

@@ -13,11 +13,13 @@
 -- ARGV[5] -> why
 -- ARGV[6] -> how uncertain effects are to be taken by a replay: done | not_done | '' (as they stand)
 -- ARGV[7] -> nonce of this decision: the same one again is done again
--- reply   -> {'done'|'wrong_state'|'missing', state or ''}, or {'joined', window_id}: it shares the fate of that one, which
---            it was handed over with
+-- reply   -> {'done'|'wrong_state'|'missing', state or ''}
 -- cost    -> O(effects + log timers)
 
 local m = load_manifest(ARGV[2])
+if m.leader and not SETTLED[m.state] then
+  m = load_manifest(m.leader) -- what was handed over together is decided together
+end
 local decision = ARGV[3]
 local cause = decision .. ' by ' .. ARGV[4] .. ': ' .. ARGV[5]
 local troubled = m.state == 'dead' or m.state == 'uncertain' or m.state == 'reconciling'
@@ -27,8 +29,6 @@ if not m.state then
   answer = 'missing'
 elseif call('HGET', m.name, 'decided') == ARGV[7] then
   answer = 'done'
-elseif m.leader and not SETTLED[m.state] then
-  answer = 'joined'
 elseif (decision == 'approve' and waits) or (decision == 'replay' and troubled) then
   local ledger = prefix .. 'effects:' .. m.id
   if ARGV[6] ~= '' then
@@ -62,4 +62,4 @@ else
 end
 commit()
 finish()
-return { answer, answer == 'joined' and m.leader or m.state or '' }
+return { answer, m.state or '' }

@@ -46,7 +46,7 @@ put('XDEL', prefix .. 'reconcile', ARGV[5])
 audit(b.now, ARGV[6] == 'accept' and 'resolved' or 'discarded', key, id, 'code', fields.code, 'by', ARGV[7], 'why', ARGV[8])
 count('resolved')
 if not b.queued then
-  put('ZADD', KEYS[1], b.remembered or b.now, 'r:' .. key)
+  put('ZADD', KEYS[1], 'LT', b.remembered or b.now, 'r:' .. key)
 end
 save_bucket(b)
 commit()

@@ -52,21 +52,22 @@ local function gather(m)
   table.sort(group, function(one, other)
     return one.version < other.version
   end)
-  local last, ids = table.remove(group), {}
+  local last, ids, has_turn = table.remove(group), {}, false
   for i, other in ipairs(group) do
+    has_turn = has_turn or turn == other.id
     last.attempt = math.max(last.attempt, other.attempt) -- no attempt of any of them has its number twice
     ids[i] = other.id
     put('HSET', other.name, 'leader', last.id)
   end
   last.joined = table.concat(ids, ' ')
   put('HSET', last.name, 'joined', last.joined)
-  if turn == m.id then
+  if has_turn then
     put('HSET', bucket, 'turn', last.id)
   end
-  if m.rules.ordered == '0' then
-    group[#group + 1] = last
-    for _, other in ipairs(group) do
-      unlisted[#unlisted + 1] = { prefix .. 'ready:' .. sink .. ':' .. m.tenant, other.id }
+  group[#group + 1] = last
+  for _, other in ipairs(group) do
+    if other.id ~= m.id and (other.rules.ordered == '0' or turn == other.id) then
+      unlisted[#unlisted + 1] = other -- it was ready by itself
     end
   end
   commit() -- move looks at the leader of each
@@ -133,8 +134,9 @@ end
 for i = 1, #queues do
   put('LTRIM', queues[i].list, queues[i].at, -1)
 end
-for _, entry in ipairs(unlisted) do
-  put('LREM', entry[1], 0, entry[2])
+commit()
+for _, other in ipairs(unlisted) do
+  unready(other)
 end
 commit()
 -- The tenants that were served go to the end of the order, as do those at their limit where more tenants wait than were
