@@ -3,7 +3,7 @@
 --
 -- parts: clock, window, manifest, ladder, retention
 -- KEYS[1] -> <ns>:{<p>}:timers
--- derived -> as accept, and orphans inflight attention unrecorded effects:<w> stages:<w> checkpoint:<k>
+-- derived -> as accept, and orphans inflight attention unrecorded effects:<w> stages:<w> checkpoint:<k> ladderargs:<l>
 -- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere
 -- ARGV[2] -> how many timers at the most
 -- reply   -> {timers handled, the next due instant or -1, windows closed, timers whose record is not to be seen,
