@@ -871,7 +871,8 @@ def worker(
         typer.Option(
             "--role",
             metavar="ROLE[,ROLE…]",
-            help="closer, dispatcher (to RQ) or runner (of the sink direct); without it all of them.",
+            help="closer, dispatcher (to RQ), runner (of the sink direct), webhook, janitor: without it all of these. "
+            "Or rq: RQ workers alone, as many as --with-rq says.",
             show_default=False,
         ),
     ] = None,

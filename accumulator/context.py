@@ -147,10 +147,11 @@ class Work:
         effect_key: str,
         handled: Manifest | Emission,
         token: str,
+        seconds: float | None = None,
     ) -> None:
         self._accumulator = accumulator
         self._token = token
-        self._until = monotonic() + handler.timeout / 1000
+        self._until = monotonic() + (handler.timeout / 1000 if seconds is None else seconds)
         self.left = ""
         self.handler = handler
         self.window_id = window_id
@@ -192,6 +193,12 @@ class Work:
 
     def _ask(self, name: str, *args: Any) -> Any:
         return self._perform(name, self.window_id, self._token, *args)
+
+    @property
+    def remaining(self) -> float:
+        """s until the handler is past its timeout. A call outside that may still arrive after that would come behind
+        the back of `verify`: give it no more time than this."""
+        return self._until - monotonic()
 
     def effect(self, name: str, *, event_id: str | None = None, verify: Callable[[str], Any] | None = None) -> Effect:
         """A consequence outside, once: ``with ctx.effect("charge") as effect: if effect.needed: …``, or ``async with``.
@@ -293,11 +300,18 @@ class Context(Work):
     `manifests` are all that this hand-over holds, the oldest first, `manifest` the last of them; `events` those of all.
     """
 
-    def __init__(self, accumulator: Accumulator, handler: Handler, manifests: tuple[Manifest, ...], token: str) -> None:
+    def __init__(
+        self,
+        accumulator: Accumulator,
+        handler: Handler,
+        manifests: tuple[Manifest, ...],
+        token: str,
+        seconds: float | None = None,
+    ) -> None:
         self.manifests = manifests
         self.manifest = manifests[-1]
         window_id = self.manifest.window_id
-        super().__init__(accumulator, handler, window_id, window_id, self.manifest, token)
+        super().__init__(accumulator, handler, window_id, window_id, self.manifest, token, seconds)
 
     @property
     def events(self) -> tuple[StoredEvent, ...]:
@@ -378,8 +392,15 @@ class StepContext(Work):
     and the beginning of the keys of its effects. `by_event` names the event that cancelled the ladder.
     """
 
-    def __init__(self, accumulator: Accumulator, handler: Handler, emission: Emission, token: str) -> None:
-        super().__init__(accumulator, handler, emission.emission_id, emission.key, emission, token)
+    def __init__(
+        self,
+        accumulator: Accumulator,
+        handler: Handler,
+        emission: Emission,
+        token: str,
+        seconds: float | None = None,
+    ) -> None:
+        super().__init__(accumulator, handler, emission.emission_id, emission.key, emission, token, seconds)
         self.emission = emission
         self.ladder = emission.ladder
         self.ladder_id = emission.ladder_id

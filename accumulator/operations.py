@@ -340,7 +340,7 @@ class Operations(LadderOperations):
             yield from self.meet()
 
     def meet(self) -> Operation[bool]:
-        """The same, also where it was met before: it may have been wiped since. Whether it was made anew."""
+        """The same, also where it was met before: it may have been wiped since. Whether it was, and was made anew."""
         meta = keys.meta(self.namespace)
         mode = "live" if self._clock is None else "virtual"
         replies = yield [Call(("HGETALL", meta))]
@@ -378,18 +378,20 @@ class Operations(LadderOperations):
             )
         for name in _CEILINGS:
             self._ceilings[name] = int(found.get(name.encode(), self._ceilings[name]))
+        anew = new and bool(self.prefixes)
         self.partitions = there
         self.prefixes = [keys.prefix(self.namespace, p) for p in range(there)]
-        return new
+        return anew
 
     def prefix_of(self, bucket_key: str) -> str:
         return self.prefixes[keys.partition_of(bucket_key, self.partitions)]
 
     def prefix_of_window(self, window_id: str) -> str:
         """A window id names its partition; one that no release made is refused."""
-        if str(window_id).isascii() and str(window_id).isalnum() and len(window_id) >= 20:
+        text = str(window_id)  # a caller without types may give anything
+        if text.isascii() and text.isalnum() and len(text) >= 20:
             try:
-                return self.prefixes[int(window_id[11:14], 16)]
+                return self.prefixes[int(text[11:14], 16)]
             except (ValueError, IndexError):
                 pass
         raise InvalidInput("window_id", "is none of this namespace")

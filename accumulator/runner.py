@@ -144,8 +144,11 @@ class Attempt:
         return (*sorted((m for m in others if m is not None), key=lambda m: m.window_version), manifest)
 
     def _handle(self, handler: Handler) -> str | None:
-        seconds = handler.timeout / 1000
-        ctx = self._context(handler)
+        # An answer to `begin` that came late has used some of the lease up: the handler must not outlive it.
+        seconds = min(handler.timeout / 1000, self._lease_until - monotonic() - LEASE_MARGIN / 2000)
+        if seconds <= 0:
+            return self._settle(Ending("returned", "BeganLate", 1_000))
+        ctx = self._context(handler, seconds)
         self.deadline = monotonic() + seconds
         try:
             odd = next((m.anomaly for m in self._group if m.anomaly), None)
@@ -162,10 +165,10 @@ class Attempt:
         self.deadline = None
         return self._settle(ending)
 
-    def _context(self, handler: Handler) -> Context | StepContext:
+    def _context(self, handler: Handler, seconds: float) -> Context | StepContext:
         if self._emission is not None:
-            return StepContext(self.accumulator, handler, self._emission, self.token)
-        return Context(self.accumulator, handler, self._group, self.token)
+            return StepContext(self.accumulator, handler, self._emission, self.token, seconds)
+        return Context(self.accumulator, handler, self._group, self.token, seconds)
 
     def give_up(self, cause: str) -> str | None:
         """Ends the attempt from another thread while its handler still runs: what that does from now on changes

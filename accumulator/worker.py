@@ -35,14 +35,14 @@ from accumulator.turns import InFlight
 from accumulator.webhook import Endpoint, WebhookRunner
 
 ROLES: Final = ("closer", "dispatcher", "runner", "webhook", "janitor")
-"""What runs where nothing else is said; `rq` comes along with `rq_workers`."""
+"""What runs where nothing else is said; `rq` comes along with `rq_workers`, or alone with one RQ worker."""
 
 STOP_WITHIN: Final = 4.5
 """s that stopping takes at the most, with handlers at work."""
 
 
 class Worker:
-    """Runs `roles` of ROLES, and `rq_workers` RQ worker processes, on what `settings` and `config` name.
+    """Runs `roles` of ROLES or `rq`, and `rq_workers` RQ worker processes, on what `settings` and `config` name.
 
     `threads` is how many handlers the role `runner` runs at a time, and how many requests the role `webhook` makes.
     `accumulator` gives a connection instead of the settings' URL (a RedisCluster may be behind it; RQ does not work on
@@ -63,9 +63,10 @@ class Worker:
         accumulator: Accumulator | None = None,
         start_within: float = 30.0,
     ) -> None:
-        odd = sorted(set(roles) - set(ROLES))
+        odd = sorted(set(roles) - {*ROLES, "rq"})
         if odd:
-            raise InvalidSettings("roles", f"there is no role {odd[0]!r}: choose of {', '.join(ROLES)}")
+            raise InvalidSettings("roles", f"there is no role {odd[0]!r}: choose of {', '.join((*ROLES, 'rq'))}")
+        rq_workers = rq_workers or int("rq" in roles)
         self.settings = settings if config is None else settings.with_config(config)
         self.config = Config() if config is None else config
         self.log = logs.get_logger("worker")

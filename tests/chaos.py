@@ -18,8 +18,8 @@ import sys
 import tempfile
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -27,7 +27,7 @@ from time import monotonic
 from typing import Any, Final, NamedTuple
 
 from accumulator.client import Accumulator
-from accumulator.embedded import EmbeddedServer
+from accumulator.embedded import EmbeddedServer, ServerBinary, find_servers, wheel_server
 from accumulator.errors import ServerError
 from accumulator.operations import Outcome, Receipt
 from tests.chaos_handlers import POLICIES, STEPS, WINDOWS, World, work
@@ -156,11 +156,13 @@ class Process:
         return True
 
 
-@contextmanager
-def _server(folder: Path) -> Iterator[EmbeddedServer]:
+def _kinds() -> dict[str, ServerBinary]:
+    return {binary.kind: binary for binary in reversed([*find_servers(), *filter(None, [wheel_server()])])}
+
+
+def _server(folder: Path, binary: ServerBinary | None) -> EmbeddedServer:
     """A server that loses nothing it has answered, and rewrites its file often."""
-    with EmbeddedServer(folder / "data", config={"auto-aof-rewrite-min-size": "2mb"}) as server:
-        yield server
+    return EmbeddedServer(folder / "data", binary=binary, config={"auto-aof-rewrite-min-size": "2mb"})
 
 
 def _sink(bucket: str) -> str:
@@ -173,11 +175,12 @@ def _pause(seconds: float) -> None:
 
 
 class Chaos:
-    """One run: `rounds` kills, about `rate` in a second."""
+    """One run: `rounds` kills, at most about `rate` in a second."""
 
     NAMESPACE = "chaos"
 
-    def __init__(self, rounds: int, seed: int, folder: Path, rate: float) -> None:
+    def __init__(self, rounds: int, seed: int, folder: Path, binary: ServerBinary | None, rate: float) -> None:
+        self.binary = binary
         self.rounds = rounds
         self.rate = rate
         self.random = random.Random(seed)
@@ -199,12 +202,11 @@ class Chaos:
         self._effects = 0
         self._closing = threading.Event()
         self._seed = seed
-        self._began = monotonic()
 
     def run(self) -> None:
         """Kills, lets everything settle, and judges. What is wrong is in `problems` afterwards."""
         with (
-            _server(self.folder) as self.server,
+            _server(self.folder, self.binary) as self.server,
             Accumulator(self.server.url, namespace=self.NAMESPACE, partitions=8) as accumulator,
         ):
             self.accumulator = accumulator
@@ -218,8 +220,7 @@ class Chaos:
             try:
                 self._strike_on()
                 self._closing.set()
-                for producer in producers:
-                    producer.join(30)
+                self._until(lambda: not any(p.is_alive() for p in producers), 30, "the producers have their answers")
                 self._settle()
                 self._judge()
                 self._stop()
@@ -248,7 +249,7 @@ class Chaos:
                     self.problems.append(f"{process.roles} ended by itself")
                 self._fleet[i] = self._process(process.roles)
 
-    def _until(self, condition: Any, seconds: float, what: str) -> bool:
+    def _until(self, condition: Callable[[], bool], seconds: float, what: str) -> bool:
         until = monotonic() + seconds
         while monotonic() < until:
             self._keep()
@@ -363,25 +364,32 @@ class Chaos:
     # --- pushing ---
 
     def _produce(self, number: int) -> None:
+        try:
+            with Accumulator(self.server.url, namespace=self.NAMESPACE) as accumulator:
+                self._push_on(accumulator, number)
+        except Exception as problem:
+            self.problems.append(f"a producer failed: {type(problem).__name__}: {problem}")
+            raise
+
+    def _push_on(self, accumulator: Accumulator, number: int) -> None:
         chance = random.Random(self._seed * 10 + number)
         names = (f"p{number}-{n}" for n in count())
         sent: list[dict[str, Any]] = []
-        with Accumulator(self.server.url, namespace=self.NAMESPACE) as accumulator:
-            while not self._closing.is_set():
-                sinks = [sink for sink, most in MOST_WAITING.items() if self._waiting(sink) < most]
-                flows = [flow for flow, policy in POLICIES.items() if policy["sink"] in sinks]
-                if not flows:
-                    _pause(0.05)
-                    continue
-                batch = [self._event(chance, next(names), flows) for _ in range(chance.choice((1, 1, 2, 5)))]
-                if sent and chance.random() < 0.1:
-                    batch.append(chance.choice(sent))  # a delivery twice
-                self._deliver(accumulator, batch)
-                sent = [*sent[-50:], *batch]
-                if chance.random() < 0.05:
-                    with suppress(ServerError):
-                        accumulator.flush(batch[0]["bucket_key"])
-                _pause(chance.expovariate(60))
+        while not self._closing.is_set():
+            sinks = [sink for sink, most in MOST_WAITING.items() if self._waiting(sink) < most]
+            flows = [flow for flow, policy in POLICIES.items() if policy["sink"] in sinks]
+            if not flows:
+                _pause(0.05)
+                continue
+            batch = [self._event(chance, next(names), flows) for _ in range(chance.choice((1, 1, 2, 5)))]
+            if sent and chance.random() < 0.1:
+                batch.append(chance.choice(sent))  # a delivery twice
+            self._deliver(accumulator, batch)
+            sent = [*sent[-50:], *batch]
+            if chance.random() < 0.05:
+                with suppress(ServerError):
+                    accumulator.flush(batch[0]["bucket_key"])
+            _pause(chance.expovariate(60))
 
     def _event(self, chance: random.Random, name: str, flows: Sequence[str]) -> dict[str, Any]:
         return {
@@ -426,7 +434,8 @@ class Chaos:
 
     def _settle(self) -> None:
         for trap in self.world.traps.iterdir():
-            trap.unlink(missing_ok=True)
+            if not trap.name.startswith("taken"):
+                trap.unlink(missing_ok=True)
         began = monotonic()
 
         def settled() -> bool:
@@ -480,7 +489,9 @@ class Chaos:
 # --- closing, while thousands wait ------------------------------------------------------------------------------------
 
 
-def closing_delays(waiting: int, windows: int, folder: Path) -> tuple[list[list[int]], list[list[int]]]:
+def closing_delays(
+    waiting: int, windows: int, folder: Path, binary: ServerBinary | None
+) -> tuple[list[list[int]], list[list[int]]]:
     """ms between the due instant and the closing of `windows` windows in each of a few runs, without and with `waiting`
     manifests that nobody runs. Both kinds of run alternate, on one server."""
     policies: dict[str, dict[str, Any]] = {"soon": {"inactivity": "300ms", "sink": "none"}}
@@ -489,7 +500,7 @@ def closing_delays(waiting: int, windows: int, folder: Path) -> tuple[list[list[
     found: dict[str, list[list[int]]] = {"without": [], "with": []}
     (folder / "traps").mkdir()
     with ExitStack() as stack:
-        server = stack.enter_context(_server(folder))
+        server = stack.enter_context(_server(folder, binary))
         spaces = {name: stack.enter_context(Accumulator(server.url, namespace=name)) for name in found}
         for accumulator in spaces.values():
             for flow, policy in policies.items():
@@ -558,20 +569,23 @@ def _report(kills: Mapping[str, int], errors: Path | None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    kinds = _kinds()
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--rounds", type=int, default=100, help="how often somebody is killed")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--server", choices=sorted(kinds), default=min(kinds, default=None), help="its kind")
     parser.add_argument("--rate", type=float, default=12.0, help="kills that are tried in a second")
     parser.add_argument("--waiting", type=int, default=20_000, help="manifests that wait while windows are closed")
     parser.add_argument("--windows", type=int, default=800, help="windows that are closed in each run")
     options = parser.parse_args(arguments)
+    binary = kinds.get(options.server)
     problems: list[str] = []
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         if options.rounds:
             folder = Path(name, "kills")
             folder.mkdir()
-            chaos = Chaos(options.rounds, options.seed, folder, options.rate)
-            print(f"{options.rounds} kills, seed {options.seed}", flush=True)
+            chaos = Chaos(options.rounds, options.seed, folder, binary, options.rate)
+            print(f"{options.rounds} kills, seed {options.seed}, {binary}", flush=True)
             try:
                 chaos.run()
             finally:
@@ -582,7 +596,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.waiting:
             folder = Path(name, "waiting")
             folder.mkdir()
-            without, with_them = closing_delays(options.waiting, options.windows, folder)
+            without, with_them = closing_delays(options.waiting, options.windows, folder, binary)
             print(f"\nsealed_at - closed_at in ms, p50 and p99 of {options.windows} windows in each of {TURNS} runs")
             for runs, what in ((without, "nothing waits"), (with_them, f"{options.waiting} manifests wait")):
                 shown = "   ".join(f"{statistics.median(run):3.0f} {p99(run):4.0f}" for run in runs)

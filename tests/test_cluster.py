@@ -14,7 +14,7 @@ import pytest
 import redis
 import redis.asyncio
 
-from accumulator import keys
+from accumulator import handlers, keys
 from accumulator.client import Accumulator, AsyncAccumulator
 from accumulator.embedded import EmbeddedServer
 from accumulator.envelope import Event
@@ -50,7 +50,7 @@ def _run(node: redis.Redis, *command: object) -> Any:
 def _ready(client: redis.Redis) -> bool:
     info = _run(client, "CLUSTER", "INFO")
     text = info if isinstance(info, dict) else dict(line.split(":", 1) for line in info.decode().split() if ":" in line)
-    return text["cluster_state"] == "ok" and text["cluster_known_nodes"] == "3"
+    return (text["cluster_state"], text["cluster_known_nodes"]) == ("ok", "3")
 
 
 def _event(number: int, bucket: int, kind: str = "changed") -> Event:
@@ -65,7 +65,8 @@ def _event(number: int, bucket: int, kind: str = "changed") -> Event:
     )
 
 
-def test_b047_everything_on_a_cluster(cluster: list[EmbeddedServer]) -> None:
+def test_b047_everything_on_a_cluster(cluster: list[EmbeddedServer], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "_registry", {})
     now = 1_767_225_600_000
     client = redis.RedisCluster(host="127.0.0.1", port=cluster[0].port)
     try:

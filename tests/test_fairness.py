@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,12 +22,13 @@ from accumulator.keys import inflight
 from accumulator.operations import Taken
 from accumulator.rq_sink import QUEUE, Dispatcher
 from accumulator.runner import DirectRunner, run_attempt
-from accumulator.settings import RqSink
+from accumulator.settings import Config, RqSink, Settings
 from accumulator.testing import VirtualClock
 from accumulator.turns import InFlight, Turns
+from accumulator.worker import Worker
 from tests.conftest import MakeClient, event, wait_until
-from tests.processes import let_pass
-from tests.test_worker import own, running, settled
+from tests.processes import let_pass, written
+from tests.test_worker import at_work, own, running, settled
 
 WATCH = 30_000
 
@@ -507,3 +509,29 @@ def test_a_queue_that_nobody_works_on_holds_up_no_other(
             step_until(dispatcher.step, lambda: queue.count == 5)
         finally:
             dispatcher.close()
+
+
+def test_rq_workers_of_ours_work_on_all_queues(
+    live: Accumulator, server: EmbeddedServer, namespace: str, make_client: MakeClient, tmp_path: Path
+) -> None:
+    """`--with-rq`: what is in the usual queue, and in those of single flows."""
+    names = ("log", "slow")
+    config = Config(
+        handlers=["tests.sample_handlers"],
+        policies={flow: {"inactivity": "1h", "terminal_kinds": ["end"]} for flow in names},
+        sinks={"slow": {"queue": "heavy", "result_ttl": "1h"}},
+    )
+    handler("default")(print)  # that module may be imported already; the RQ workers import it themselves
+    worker = Worker(Settings(redis_url=server.url, namespace=namespace), config, rq_workers=1)
+    with at_work(worker):
+        wait_until(lambda: names[1] in live.policies())
+        for flow in names:
+            close(live, "t", 2, flow, payload={"out": str(tmp_path / "out"), "seconds": 0})
+        wait_until(lambda: settled(live), timeout=40)
+        assert live.health().ok
+    heavy = rq.Queue("heavy", connection=make_client())
+    assert len(heavy.finished_job_registry) == 2
+    assert {tuple(line[:2]) for line in written(tmp_path / "out") if line[0] != "begun"} == {
+        *(("handled", f"t:log:{i}") for i in range(2)),
+        *(("ended", f"t:slow:{i}") for i in range(2)),
+    }

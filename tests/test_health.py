@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import configparser
 import json
+import re
+import shlex
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
+from typer.testing import CliRunner
 
 import accumulator.handlers
 from accumulator import keys, pulse
+from accumulator.cli import app
 from accumulator.client import Accumulator
 from accumulator.context import Context
 from accumulator.embedded import EmbeddedServer
@@ -23,7 +29,7 @@ from accumulator.pulse import Pulse
 from accumulator.runner import run_attempt
 from accumulator.settings import Config, Settings
 from accumulator.testing import VirtualClock
-from accumulator.worker import Worker
+from accumulator.worker import ROLES, Worker
 from tests.conftest import MakeClient, StartServer, event, wait_until
 from tests.processes import program
 from tests.test_worker import at_work, own, running
@@ -552,3 +558,66 @@ def test_the_janitor_of_a_worker(live: Accumulator, server: EmbeddedServer, name
     live.flush("t:f:1")
     with at_work(Worker(Settings(redis_url=server.url, namespace=namespace), roles=["janitor"])):
         wait_until(lambda: unrecorded(live) == [])
+
+
+# -- units and image
+
+
+CONFIG = Path(__file__).parent.parent / "config"
+
+
+def commands() -> dict[str, list[str]]:
+    """Where it stands → the arguments given to `accumulator` there."""
+    found = {}
+    for unit in sorted((CONFIG / "systemd").glob("*.service")):
+        parsed = configparser.RawConfigParser(strict=False)
+        parsed.optionxform = str  # type: ignore[assignment, method-assign]
+        parsed.read(unit, encoding="utf-8")
+        found[unit.name] = shlex.split(parsed["Service"]["ExecStart"])[1:]
+    text = (CONFIG / "Containerfile").read_text(encoding="utf-8")
+    [usual] = re.findall(r"^CMD (.+)$", text, re.MULTILINE)
+    found["image"] = json.loads(usual)
+    for i, told in enumerate(
+        re.findall(r"^#   podman run .*? accumulator((?: \S+)*?)(?: {2,}.*)?$", text, re.MULTILINE)
+    ):
+        found[f"image, example {i}"] = told.split()
+    return found
+
+
+@pytest.mark.parametrize("where", commands())
+def test_units_and_image_say_what_there_is(
+    where: str, redis_url: str, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+
+    class Made(Worker):
+        def __init__(self, settings: Settings, config: Config | None, **options: Any) -> None:
+            super().__init__(settings, config, **options)
+            made.append(options)
+
+        def run(self) -> int:
+            self.accumulator.close()
+            return 0
+
+    monkeypatch.setattr("accumulator.worker.Worker", Made)
+    monkeypatch.setenv("ACCUMULATOR_REDIS_URL", redis_url)
+    monkeypatch.setenv("ACCUMULATOR_NAMESPACE", namespace)
+    monkeypatch.setenv("ACCUMULATOR_CONFIG", str(CONFIG / "accumulator.yaml"))
+    arguments = [
+        str(CONFIG / "accumulator.yaml") if word == "/etc/accumulator/accumulator.yaml" else word
+        for word in commands()[where]
+    ]
+    arguments = [word for word in arguments if word != "accumulator"] or ["worker"]
+    result = CliRunner().invoke(app, arguments)
+    if arguments[0] == "worker":
+        assert (result.exit_code, len(made)) == (0, 1), result.output
+        roles = made[0]["roles"]
+        assert roles == (["rq"] if "--with-rq" in arguments else list(ROLES))
+        assert made[0]["rq_workers"] == (4 if "--with-rq" in arguments else 0)
+    else:
+        assert arguments == ["health"]
+        assert "no worker is alive" in result.output
+
+
+def test_every_command_is_found() -> None:
+    assert len(commands()) == 6

@@ -164,20 +164,26 @@ def test_a_flow_without_a_policy_is_an_error_until_there_is_a_default(
     assert virtual.push(event("e1", "t:g:1")).outcome is Outcome.ACCEPTED
 
 
-def test_a_policy_that_went_missing_is_an_error_too(virtual: Accumulator, make_client: MakeClient) -> None:
-    # The client knows the flow, the server does not any more: the script says so and writes nothing.
+def test_a_partition_that_lost_its_policy_is_brought_up(
+    virtual: Accumulator, make_client: MakeClient, clock: VirtualClock
+) -> None:
     control = make_client()
     virtual.load_policy("f", {"inactivity": "10s"})
-    assert virtual.push(event("e1")).outcome is Outcome.ACCEPTED
-    virtual.flush("t:f:1")
-    for key in control.scan_iter(match="*:policy:f"):
-        control.rename(key, key.replace(b":policy:f", b":policy:kept"))
+    virtual.push(event("e1", at=clock))
+    control.delete(*control.scan_iter(match="*:policy:f"))
+    assert virtual.push(event("e2", "t:f:2", clock)).outcome is Outcome.ACCEPTED
+    # Where the namespace does not know it either, that is the error, and nothing is written.
+    control.delete(*control.scan_iter(match="*:policy:f"))
+    version_and_policy = control.hget(f"{virtual.operations.namespace}:meta", "flow:f")
+    assert version_and_policy is not None
+    control.hdel(f"{virtual.operations.namespace}:meta", "flow:f")
     before = contents(control)
     with pytest.raises(UnknownFlow):
-        virtual.push(event("e2", "t:f:2"))
+        virtual.push(event("e3", "t:f:3", clock))
     assert contents(control) == before
-    for key in control.scan_iter(match="*:policy:kept"):
-        control.rename(key, key.replace(b":policy:kept", b":policy:f"))
+    control.hset(f"{virtual.operations.namespace}:meta", "flow:f", version_and_policy)
+    assert virtual.push(event("e3", "t:f:3", clock)).outcome is Outcome.ACCEPTED
+    virtual.store.perform(virtual.operations.repair_policies())
 
 
 @pytest.mark.parametrize("wrong", ["", "t:f", "t::1", "a\nb:c:d", "t:f:" + "x" * 600, 7, None, b"t:f:1", "t:f:\ud800"])

@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from accumulator.errors import InvalidPolicy, InvalidSettings
 from accumulator.policy import Policy
-from accumulator.settings import MAX_CONFIG_BYTES, Config, Settings, load_yaml
+from accumulator.settings import MAX_CONFIG_BYTES, Config, RqSink, Settings, WebhookSink, load_yaml
 
 SAMPLE = Path(__file__).parent.parent / "config" / "accumulator.yaml"
 SECRET = "hunter2"
@@ -315,6 +315,148 @@ def test_a_wrong_entry_is_refused_by_name(tmp_path: Path, text: str, field: str,
     error = refused_file(tmp_path, text)
     assert (error.field, error.rule) == (field, rule)
     assert SECRET not in str(error)
+
+
+# Sinks
+
+
+def test_sinks_of_a_file(tmp_path: Path) -> None:
+    config = Config.load(
+        write(
+            tmp_path,
+            """
+            policies:
+              order: {inactivity: 1s}
+              report: {inactivity: 1s, sink: webhook}
+            sinks:
+              order: {queue: slow, result_ttl: 90s, failure_ttl: 3d}
+              elsewhere: {queue: fast}
+              report: {url: "https://h.example/t0ken?a=1", secret_env: REPORT_SECRET, timeout: 5s, private: true}
+            rq: {url: "redis://:pa55@jobs.example/1", queue: usual}
+            max_in_flight: {acme: 4, default: 20}
+            """,
+        )
+    )
+    assert config.rq_sink("order") == RqSink(queue="slow", result_ttl="90s", failure_ttl="3d")
+    assert config.rq_sink("unnamed") == config.rq_sink("report") == RqSink()
+    assert config.queues == ("usual", "fast", "slow")
+    url = "https://h.example/t0ken?a=1"
+    wanted = WebhookSink(url=url, secret_env="REPORT_SECRET", timeout="5s", private=True)
+    assert config.webhooks == {"report": wanted}
+    assert config.max_in_flight == {"acme": 4, "default": 20}
+    for shown in (repr(config), str(config), repr(Settings().with_config(config))):
+        assert "pa55" not in shown
+        assert "t0ken" not in shown
+
+
+def test_defaults_of_sinks() -> None:
+    config = Config()
+    assert (config.sinks, config.queues, config.max_in_flight) == ({}, ("accumulator",), {})
+    assert (RqSink().result_ttl, RqSink().failure_ttl) == (0, 86_400_000)
+    assert Config(max_in_flight=5).max_in_flight == {"default": 5}
+    assert Config(max_in_flight=None, sinks=None, rq=None).rq.url is None
+    served = Config(sinks={"default": {"queue": "rest"}})
+    assert served.rq_sink("any").queue == "rest"
+
+
+def test_rqs_own_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Settings().rq_server == Settings().url
+    config = Config(rq={"url": "redis://file.example/0"})
+    assert Settings().with_config(config).rq_server == "redis://file.example/0"
+    monkeypatch.setenv("ACCUMULATOR_RQ_URL", "redis://environment.example/0")
+    assert Settings().with_config(config).rq_server == "redis://environment.example/0"
+
+
+def test_a_secret_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = WebhookSink(url="https://h.example/", secret_env="HOOK")
+    with pytest.raises(InvalidSettings, match="secret_env: names HOOK, which is not set in the environment"):
+        sink.secret()
+    monkeypatch.setenv("HOOK", "told")
+    assert sink.secret() == "told"
+
+
+def test_the_readmes_configuration_is_right(tmp_path: Path) -> None:
+    readme = (SAMPLE.parent.parent / "README.md").read_text(encoding="utf-8")
+    [text] = [part for part in readme.split("```yaml\n")[1:] if "\nsinks:" in part.partition("```")[0]]
+    assert Config.load(write(tmp_path, text.partition("```")[0])).webhooks
+
+
+HOOK = "url: 'https://h/', secret_env: S"
+NUMBER = "must be a whole number from 1 to 1000000000, not "
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "rule"),
+    [
+        ("sinks: [f]", "sinks", "must map flows to options of their sinks, and is a list"),
+        ("sinks: {'a:b': {queue: q}}", "sinks", "'a:b' must stand as in a bucket key"),
+        ("sinks: {5: {queue: q}}", "sinks", "5 must be text"),
+        ("sinks: {f: q}", "sinks.f", "must be a mapping, not 'q'"),
+        ("sinks: {f: {}}", "sinks.f", "is empty: there are failure_ttl, private, queue, result_ttl"),
+        ("sinks: {f: {que: q}}", "sinks.f.que", "is unknown: there are failure_ttl, private, queue"),
+        ("sinks: {f: {queue: q, ttl: 1s}}", "sinks.f.ttl", "is unknown"),
+        ("sinks: {f: {queue: q, 5: 6}}", "sinks.f.5", "is unknown"),
+        ("sinks: {f: {queue: 'a b'}}", "sinks.f.queue", "must be 1 to 100 of A-Z, a-z, 0-9"),
+        ("sinks: {f: {queue: q, result_ttl: 5}}", "sinks.f.result_ttl", "5 is a bare number"),
+        ("sinks: {f: {queue: q, failure_ttl: 0}}", "sinks.f.failure_ttl", "0 is a bare number"),
+        ("sinks: {f: {queue: q, url: 'https://h/'}}", "sinks.f", "mixes options of the sinks rq and webhook"),
+        ("sinks: {f: {secret_env: S}}", "sinks.f.url", "is required"),
+        ("sinks: {f: {url: 'https://h/'}}", "sinks.f.secret_env", "is required"),
+        ("sinks: {f: {url: 5, secret_env: S}}", "sinks.f.url", "must be text"),
+        ("sinks: {f: {url: 'ftp://h/', secret_env: S}}", "sinks.f.url", "must begin with http:// or https://"),
+        ("sinks: {f: {url: 'https://u:pa55@h/', secret_env: S}}", "sinks.f.url", "must hold no user or password"),
+        ("sinks: {f: {url: 'https://h/#a', secret_env: S}}", "sinks.f.url", "must be ASCII without spaces"),
+        ("sinks: {f: {url: 'https://h:99999/', secret_env: S}}", "sinks.f.url", "can't be read as a URL"),
+        (
+            "sinks: {f: {url: 'https://h/', secret_env: 'a-b'}}",
+            "sinks.f.secret_env",
+            "must be the name of an environment",
+        ),
+        (f"sinks: {{f: {{{HOOK}, timeout: 2h}}}}", "sinks.f.timeout", "must be at most 1h"),
+        (f"sinks: {{f: {{{HOOK}, private: 'yes'}}}}", "sinks.f.private", "must be true or false"),
+        (
+            "policies: {f: {inactivity: 1s, sink: webhook}}",
+            "sinks.f",
+            "is missing: the policy's sink is webhook, which needs url and secret_env",
+        ),
+        (
+            f"policies: {{f: {{inactivity: 1s, sink: webhook, requery_kinds: [a]}}}}\nsinks: {{default: {{{HOOK}}}}}",
+            "sinks.f",
+            "contradicts the policy's requery_kinds",
+        ),
+        (
+            "policies: {f: {inactivity: 1s, sink: webhook}}\nsinks: {f: {queue: q}}",
+            "sinks.f",
+            "has options of the sink rq, and the policy's sink is webhook",
+        ),
+        (
+            f"policies: {{f: {{inactivity: 1s}}}}\nsinks: {{f: {{{HOOK}}}}}",
+            "sinks.f",
+            "has options of the sink webhook",
+        ),
+        (
+            "policies: {f: {inactivity: 1s, sink: direct}}\nsinks: {f: {queue: q}}",
+            "sinks.f",
+            "must go: the policy's sink is direct, which has no options",
+        ),
+        ("sinks: {" + ", ".join(f"f{n}: {{queue: q}}" for n in range(1001)) + "}", "sinks", "must hold at most 1000"),
+        ("rq: here", "rq", "must be a mapping, not 'here'"),
+        ("rq: {uri: x}", "rq.uri", "is unknown; did you mean url?"),
+        ("rq: {url: 'http://:pa55@h/'}", "rq.url", "must begin with redis://, rediss:// or unix://"),
+        ("rq: {queue: }", "rq.queue", "must be 1 to 100 of"),
+        ("max_in_flight: 0", "max_in_flight", f"{NUMBER}0"),
+        ("max_in_flight: true", "max_in_flight", f"{NUMBER}true"),
+        ("max_in_flight: {a: 0}", "max_in_flight", "must give 'a' a whole number from 1 to 1000000000, not 0"),
+        ("max_in_flight: {'a:b': 1}", "max_in_flight", "must name tenants as they stand in a bucket key, not 'a:b'"),
+        ("max_in_flight: {1: 1}", "max_in_flight", "must name tenants as they stand in a bucket key, not 1"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_wrong_sinks_are_refused_by_name(tmp_path: Path, text: str, field: str, rule: str) -> None:
+    error = refused_file(tmp_path, text)
+    assert error.field == field
+    assert error.rule.startswith(rule)
+    assert "pa55" not in str(error)
 
 
 @pytest.mark.parametrize(
