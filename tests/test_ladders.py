@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import random
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import fakeredis
 import pytest
+from pydantic import SecretStr
 
 import accumulator.handlers
 from accumulator import keys, simulate
 from accumulator.client import Accumulator, AsyncAccumulator
 from accumulator.context import StepContext
+from accumulator.embedded import EmbeddedServer
 from accumulator.emission import Emission, idempotency_key, is_emission
 from accumulator.errors import InvalidInput, InvalidLadder, UnknownFlow, UnknownLadder
 from accumulator.handlers import PermanentError, on_cancelled, on_escalated, step_handler
@@ -22,9 +27,12 @@ from accumulator.ladder_operations import LadderMoved
 from accumulator.ladders import Ladder
 from accumulator.runner import run_attempt
 from accumulator.scripts import NAMES, script
+from accumulator.settings import Config, Settings
 from accumulator.store import Store
 from accumulator.testing import VirtualClock
-from tests.conftest import MakeClient, event
+from accumulator.webhook import emission_body
+from accumulator.worker import Worker
+from tests.conftest import MakeClient, Program, event, wait_until
 from tests.invariants import check_invariants
 from tests.ladder_model import history, ladder_events
 from tests.test_scripts import Contract
@@ -392,7 +400,7 @@ def test_scripts_touch_declared_keys_only(make_client: MakeClient) -> None:
 # --- handlers ---------------------------------------------------------------------------------------------------------
 
 
-class Work:
+class Hands:
     """Workers of a namespace under a virtual clock."""
 
     def __init__(self, acc: Accumulator, clock: VirtualClock) -> None:
@@ -412,11 +420,11 @@ class Work:
 
 
 @pytest.fixture
-def work(ready: Accumulator, clock: VirtualClock) -> Work:
-    return Work(ready, clock)
+def work(ready: Accumulator, clock: VirtualClock) -> Hands:
+    return Hands(ready, clock)
 
 
-def test_a_step_handler_gets_what_it_needs(ready: Accumulator, clock: VirtualClock, work: Work) -> None:
+def test_a_step_handler_gets_what_it_needs(ready: Accumulator, clock: VirtualClock, work: Hands) -> None:
     seen: list[Any] = []
 
     @step_handler("cobranca")
@@ -444,7 +452,7 @@ def test_a_step_handler_gets_what_it_needs(ready: Accumulator, clock: VirtualClo
 
 
 def test_without_a_handler_an_ending_is_confirmed_and_a_step_waits(
-    ready: Accumulator, clock: VirtualClock, work: Work
+    ready: Accumulator, clock: VirtualClock, work: Hands
 ) -> None:
     ready.start_ladder("cobranca", KEY, in_days(clock, 3))
     assert work.all() == ["returned"]  # HandlerMissing, and not lost
@@ -455,7 +463,7 @@ def test_without_a_handler_an_ending_is_confirmed_and_a_step_waits(
     assert work.all() == ["confirmed"]
 
 
-def test_escalation_has_its_handler(ready: Accumulator, clock: VirtualClock, work: Work) -> None:
+def test_escalation_has_its_handler(ready: Accumulator, clock: VirtualClock, work: Hands) -> None:
     seen: list[tuple[str, str, dict[str, Any]]] = []
     ready.load_ladder("one", {"steps": [STEP], "escalate": {"to": "juridico"}, "final_wait": "1d"})
     step_handler("one")(lambda ctx: seen.append((ctx.event, ctx.step, ctx.attributes)))
@@ -467,7 +475,7 @@ def test_escalation_has_its_handler(ready: Accumulator, clock: VirtualClock, wor
     assert [run.state for run in ready.ladders("escalated")] == ["escalated"]
 
 
-def test_a_step_that_has_not_begun_is_not_executed(ready: Accumulator, clock: VirtualClock, work: Work) -> None:
+def test_a_step_that_has_not_begun_is_not_executed(ready: Accumulator, clock: VirtualClock, work: Hands) -> None:
     step_handler("cobranca")(lambda ctx: pytest.fail("it was sent"))
     for key in (KEY, "t:fatura:2"):
         ready.start_ladder("cobranca", key, in_days(clock, 3))
@@ -479,7 +487,7 @@ def test_a_step_that_has_not_begun_is_not_executed(ready: Accumulator, clock: Vi
     assert work.all() == ["confirmed", "confirmed"]  # both `cancelled`
 
 
-def test_a_retry_after_the_payment_is_not_executed(ready: Accumulator, clock: VirtualClock, work: Work) -> None:
+def test_a_retry_after_the_payment_is_not_executed(ready: Accumulator, clock: VirtualClock, work: Hands) -> None:
     begun: list[str] = []
 
     @step_handler("cobranca", backoff="1s")
@@ -502,7 +510,7 @@ def test_a_retry_after_the_payment_is_not_executed(ready: Accumulator, clock: Vi
     assert failed.error == "ValueError: (its message quotes the payload)"
 
 
-def test_steps_of_a_ladder_keep_their_order(ready: Accumulator, clock: VirtualClock, work: Work) -> None:
+def test_steps_of_a_ladder_keep_their_order(ready: Accumulator, clock: VirtualClock, work: Hands) -> None:
     sent: list[str] = []
 
     @step_handler("cobranca", backoff="1s", max_attempts=3)
@@ -529,7 +537,7 @@ def test_steps_of_a_ladder_keep_their_order(ready: Accumulator, clock: VirtualCl
 
 
 def test_what_waits_is_called_off_also_after_the_escalation(
-    ready: Accumulator, clock: VirtualClock, work: Work
+    ready: Accumulator, clock: VirtualClock, work: Hands
 ) -> None:
     ready.start_ladder("cobranca", KEY, in_days(clock, -40))  # all at once, and nobody has begun
     assert [run.state for run in ready.ladders()] == ["escalated"]
@@ -766,3 +774,99 @@ def test_an_ended_ladder_goes_after_its_metadata_ttl(make_client: MakeClient, na
     assert acc.ladders() == []
     left = {name.decode().partition("}:")[2] for name in client.scan_iter(match=f"{namespace}:{{*")}
     assert left == {"policy:fatura", "ladderdef:cobranca", "watched", "stats"}
+
+
+# --- as people meet it ------------------------------------------------------------------------------------------------
+
+
+def test_the_command_line_shows_starts_and_moves_them(
+    live: Accumulator, program: Program, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ACCUMULATOR_REDIS_URL", server.url)
+    config = tmp_path / "c.yaml"
+    config.write_text(json.dumps({"policies": {"fatura": {"inactivity": "10s"}}, "ladders": {"cobranca": INVOICE}}))
+    monkeypatch.setenv("ACCUMULATOR_CONFIG", str(config))
+    assert program("policy", "check", config).out.endswith("ladder cobranca: good (antes, no_dia, depois, ultima)\n")
+    live.load_policy("fatura", {"inactivity": "10s"})
+    assert "no ladder was started" in program("ladders").out
+    assert json.loads(program("ladder", "load", "--json").out)["outcome"] == "new"
+    anchor = (datetime.now(UTC) + timedelta(days=40)).isoformat()
+    start = ("ladder", "start", "cobranca", KEY, "--anchor", anchor, "--arg", "amount=12.5", "--arg", "who=ana")
+    assert "t:fatura:1: cobranca started; it is running" in program(*start).out
+    again = json.loads(program(*start, "--arg", "amount=13", "--json").out)
+    assert (again["outcome"], again["differs"]) == ("there", True)
+    run = json.loads(program("ladders", "--state", "running", "--json").out)
+    assert (run["args"], run["next"]["step"]) == ({"amount": 12.5, "who": "ana"}, "antes")
+    shown = program("ladder", "show", KEY).out
+    assert "to come  ultima" in shown
+    assert "in 36d" in shown or "in 37d" in shown
+    later = (datetime.now(UTC) + timedelta(days=50)).isoformat()
+    for command, said in (
+        (("pause", KEY), "paused; it is paused"),
+        (("pause", KEY), "was so before"),
+        (("reschedule", KEY, "--anchor", later), "rescheduled; it is paused"),
+        (("resume", KEY), "resumed; it is running"),
+        (("cancel", again["ladder_id"], "--reason", "cash"), "cancelled; it is cancelled"),
+    ):
+        shown_ = program("ladder", *command)
+        assert (shown_.code, said in shown_.out) == (0, True), shown_
+    assert program("ladder", "resume", KEY).code == 1
+    assert program("ladder", "pause", "0" * 20).code == 1
+    assert program("ladder", "show", "t:fatura:9").code == 1
+    assert program("ladder", "start", "nope", KEY).code == 2
+    assert program("ladder", "start", "cobranca", KEY, "--anchor", "soon").code == 2
+    assert program("ladder", "start", "cobranca", KEY, "--anchor", anchor, "--arg", "x").code == 2
+    assert "because    cash" in program("ladder", "show", again["ladder_id"]).out
+    assert "no ladder is escalated" in program("ladders", "--state", "escalated").out
+    emission = live.ladder(again["ladder_id"]).timeline[-1].emission_id  # type: ignore[union-attr]
+    assert "emitted  cancelled" in program("timeline", emission or "").out
+    assert json.loads(program("timeline", emission or "", "--json").out)["event"] == "cancelled"
+
+
+def test_a_wrong_ladder_is_refused_at_load(program: Program, tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("ladders: {a: {steps: [{name: s}]}, b: {steps: []}}\npolicies: {f: {inactivity: 1s}}\n")
+    shown = program("policy", "check", config)
+    assert shown.code == 1
+    assert "ladder a: s: offset is required" in shown.err
+    assert "ladder b: steps: must list" in shown.err
+    with pytest.raises(InvalidLadder, match="offset is required"):
+        Config.load(config)
+
+
+def test_a_worker_installs_it_and_runs_its_steps(live: Accumulator, server: EmbeddedServer, namespace: str) -> None:
+    sent: list[str] = []
+    step_handler("cobranca")(lambda ctx: sent.append(ctx.step))
+    on_escalated("cobranca")(lambda ctx: sent.append(ctx.step))
+    ladder = {
+        "anchor": "start",
+        "steps": [{"name": "a", "offset": "0s"}, {"name": "b", "offset": "300ms"}],
+        "final_wait": "200ms",
+        "escalate": True,
+    }
+    config = Config(policies={"fatura": {"inactivity": "1s", "sink": "direct"}}, ladders={"cobranca": ladder})
+    settings = Settings(redis_url=SecretStr(server.url), namespace=namespace, log_level="critical")
+    worker = Worker(settings, config, roles=["closer", "runner"])
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    try:
+        wait_until(lambda: live.ladder_definitions(), what="the worker has installed it")
+        live.start_ladder("cobranca", KEY)
+        wait_until(lambda: sent == ["a", "b", "escalate"], what="all was sent, in order and in time")
+        wait_until(lambda: live.health().unsettled == 0, what="all is settled")
+    finally:
+        worker.stop()
+        thread.join(10)
+    assert [run.state for run in live.ladders()] == ["escalated"]
+
+
+def test_a_webhook_gets_what_was_emitted(ready: Accumulator, clock: VirtualClock) -> None:
+    started = ready.start_ladder("cobranca", KEY, in_days(clock, 3), {"amount": 7})
+    run = ready.ladder(started.ladder_id)
+    assert run is not None
+    emission = ready.emission(run.timeline[-1].emission_id or "")
+    assert emission is not None
+    body = json.loads(emission_body(emission))
+    assert (body["ladder"], body["step"], body["attributes"], body["args"]) == (
+        "cobranca", "antes", {"channel": "email"}, {"amount": 7}
+    )  # fmt: skip
