@@ -35,6 +35,7 @@ ROLE_OF: Final = {"rq": "dispatcher", "direct": "runner", "webhook": "webhook"}
 
 _CLOCK: Final = b"clock"
 _SAMPLE: Final = 200
+_PEOPLE: Final = 1000
 _SHOWN: Final = 5
 
 
@@ -76,8 +77,8 @@ class Health:
     `overdue`: timers that nobody handled for more than 5 s, the oldest for `overdue_ms`; `overdue_windows` of them (of
     the first 200 of each partition) are windows. `unsettled`: manifests in the outbox, the oldest for `unsettled_ms`;
     `stuck` those of them that are older than 10 min and wait for no person (of the first 200 of each partition).
-    `ready`: sink → manifests whose turn has come and that nobody took yet. `people`: state → what waits for somebody;
-    `reconcile` the events that do. `workers` are those of the last hour.
+    `ready`: sink → manifests whose turn has come and that nobody took yet. `people`: state → what waits for somebody
+    (of the first 1000 of each partition); `reconcile` the events that do. `workers` are those of the last hour.
     """
 
     problems: tuple[str, ...] = ()
@@ -361,7 +362,7 @@ def _columns(prefixes: Sequence[str], now: int) -> Operation[_Columns]:
             "eldest": Call(("ZRANGE", outbox, 0, 0, "WITHSCORES")),
             "sealed": Call(("ZRANGE", outbox, 0, 0, "REV", "WITHSCORES")),
             "aged": Call(("ZRANGE", outbox, "-inf", aged, "BYSCORE", "LIMIT", 0, _SAMPLE, "WITHSCORES")),
-            "people": Call(("ZRANGE", keys.attention(prefix), 0, 9999, "WITHSCORES")),
+            "people": Call(("ZRANGE", keys.attention(prefix), 0, _PEOPLE - 1, "WITHSCORES")),
             "items": Call(("XLEN", keys.reconcile(prefix))),
             "item": Call(("XRANGE", keys.reconcile(prefix), "-", "+", "COUNT", 1)),
             **{sink: Call(("LRANGE", keys.tenants(prefix, sink), 0, -1)) for sink in SINKS},

@@ -404,6 +404,11 @@ class Operations(LadderOperations):
 
     # --- ceilings ---
 
+    @property
+    def ceilings(self) -> dict[str, int]:
+        """`max_unsettled` and `max_reconcile` of the namespace, as they were when it was met."""
+        return dict(self._ceilings)
+
     def set_ceilings(self, max_unsettled: int, max_reconcile: int) -> Operation[None]:
         """How many unsettled manifests and reconciliation items the namespace may hold; kept in it, for all clients
         that connect from now on."""

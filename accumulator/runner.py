@@ -130,8 +130,12 @@ class Attempt:
             return self._settle(Ending("confirmed", "no_handler"))  # nobody wants to know
         if handler is None:
             self._log.error("handler_missing")
-            return self._settle(Ending("returned", "HandlerMissing", min(600_000, 5_000 << min(self.attempt - 1, 10))))
+            return self._settle(Ending("returned", "HandlerMissing", self._pause()))
         return self._handle(handler)
+
+    def _pause(self) -> int:
+        """ms until somebody else may be there who can handle it."""
+        return min(600_000, 5_000 << min(self.attempt - 1, 10))
 
     def _hand_over(self, manifest: Manifest) -> tuple[Manifest, ...]:
         """All manifests of this hand-over, the oldest first."""
@@ -155,7 +159,7 @@ class Attempt:
             if odd is not None:
                 ending = Ending("reconciling", odd)
             elif isinstance(ctx, Context) and not handler.loads and _must_load(ctx):
-                ending = Ending("returned", "NeedsLoad", 60_000)
+                ending = Ending("returned", "NeedsLoad", self._pause())
             else:
                 with self._limit(seconds):
                     ctx.run()

@@ -101,12 +101,16 @@ class VirtualClock:
     def _tick(accumulator: Accumulator) -> None:
         from accumulator.errors import AccumulatorError
 
-        operations = accumulator.operations
-        for tick in accumulator.store.perform(operations.tick_all(range(operations.partitions), _LIMIT)):
+        operations, perform = accumulator.operations, accumulator.store.perform
+        for tick in perform(operations.tick_all(range(operations.partitions), _LIMIT)):
             if isinstance(tick, AccumulatorError):
                 raise tick
             if tick.failure:
                 raise AccumulatorError(f"the worker's tick failed: {tick.failure}")
+        for window_id in perform(operations.unrecorded()):  # the janitor's part, without which no payload goes
+            manifest = perform(operations.manifest(window_id))
+            if manifest is not None:
+                perform(operations.record(manifest))
 
 
 def _ms(instant: datetime) -> int:

@@ -138,6 +138,7 @@ class Worker:
         store, operations = self.accumulator.store, self.accumulator.operations
         store.perform(operations.connect())
         self._upkeep()
+        self._set_ceilings()
         for warning in store.perform(operations.server_warnings()):
             self.log.warning("server", detail=warning)
         policies = {flow: policy for flow, (_, policy) in store.perform(operations.policies()).items()}
@@ -149,6 +150,14 @@ class Worker:
             for flow, policy in policies.items():
                 if policy.sink == "webhook" and not {flow, DEFAULT} & self.endpoints.keys():
                     self.log.error("endpoint_missing", flow=flow, remedy="sinks in the configuration")
+
+    def _set_ceilings(self) -> None:
+        """Those that the file names become the namespace's."""
+        there = self.accumulator.operations.ceilings
+        wanted = there | {name: getattr(self.config, name) for name in there.keys() & self.config.model_fields_set}
+        if wanted != there:
+            self.accumulator.store.perform(self.accumulator.operations.set_ceilings(**wanted))
+            self.log.info("ceilings_set", **wanted)
 
     def _upkeep(self) -> None:
         """Installs the file's policies where the server has none, warns once where it has others, and brings partitions

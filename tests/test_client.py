@@ -245,11 +245,11 @@ def test_push_many_answers_as_the_same_pushes_one_by_one(
     events = [
         Event(
             **event(
-                f"e{n // 280 % 20}", f"t:{next(flows)}:{n % 280}", clock, kind=next(kinds), source_version=n % 97,
+                f"e{n // 280 % 8}", f"t:{next(flows)}:{n % 280}", clock, kind=next(kinds), source_version=n % 97,
                 payload="x" * (n % 23), content_key="same" if n // 280 % 4 < 2 else None,
             )
         )
-        for n in range(10_000 if server_kind == "valkey" else 7000)
+        for n in range(10_000 if server_kind == "valkey" else 3000)
     ]  # fmt: skip
     many = virtual.push_many(events)
     singly = [one_by_one.push(one) for one in events]

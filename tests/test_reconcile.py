@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -77,7 +77,7 @@ CODES = ["conflict", "unknown_kind", "occurred_in_future", "stale_policy_version
 def test_an_event_is_accepted_into_the_next_window(life: Life, code: str) -> None:
     item = queue(life, code)
     life.tick(1_000)
-    done = life.resolve(item, "accept")
+    done = nonces(life, lambda: life.resolve(item, "accept"))
     assert done.outcome == "accepted"
     receipt = done.receipt
     assert receipt is not None
@@ -89,7 +89,8 @@ def test_an_event_is_accepted_into_the_next_window(life: Life, code: str) -> Non
     assert (entry.event, entry.received_at, entry.position) == (item.event, life.clock.now, 2)
     assert (entry.late, entry.revised, entry.reconciled) == (late, revised, True)
     assert not life.acc.open_events(KEY)[0].reconciled
-    # Again, since the answer was lost: nothing twice.
+    # The same call again, since its answer was lost; and another one.
+    assert nonces(life, lambda: life.resolve(item, "accept")) == done
     assert life.resolve(item, "accept") == Resolved(item.item_id, "missing")
     assert life.push("q" if not revised else "e3", **_fields(item)).outcome is Outcome.DUPLICATE
     [resolved] = [entry for entry in audit(life) if entry["outcome"] == "resolved"]
@@ -105,6 +106,16 @@ def test_an_event_is_accepted_into_the_next_window(life: Life, code: str) -> Non
     life.do(life.ops.record(manifest))
     assert [e.reconciled for e in life.manifest(window_id).record] == [False, True]
     assert manifest.digest == pairs_digest((e.event.event_id, e.event.content_digest) for e in manifest.events)
+
+
+def nonces(life: Life, call: Callable[[], Resolved]) -> Resolved:
+    """A call as it is sent again: with the nonce that it had."""
+    made = life.ops._nonce
+    life.ops._nonce = lambda length: "c0ffee"
+    try:
+        return call()
+    finally:
+        life.ops._nonce = made
 
 
 def _fields(item: ReconcileItem) -> dict[str, Any]:

@@ -300,7 +300,7 @@ def test_a_queued_item_never_goes_and_holds_its_bucket(life: Life) -> None:
         life.tick(HOUR)
     left = {key.removeprefix(life.ops.prefixes[0]) for key in life.all_keys() - base}
     assert left <= {"stats", "audit", "reconcile"}
-    assert life.client.xlen(f"{life.ops.prefixes[0]}reconcile") == 0  # B064: what is resolved leaves the stream
+    assert life.client.xlen(f"{life.ops.prefixes[0]}reconcile") == 0
 
 
 def test_one_that_was_set_aside_holds_its_bucket(life: Life) -> None:
@@ -407,7 +407,7 @@ def test_a_bucket_is_opened_at_the_very_instant_at_which_it_would_go(life: Life)
 # --- all of it --------------------------------------------------------------------------------------------------------
 
 
-def test_the_number_of_keys_is_back_to_the_base(make_client: MakeClient, namespace: str) -> None:
+def test_b064_the_number_of_keys_is_back_to_the_base(make_client: MakeClient, namespace: str) -> None:
     life = Life(make_client(), namespace, partitions=4)
     flows: dict[str, dict[str, Any]] = {
         "plain": {},

@@ -204,7 +204,7 @@ def test_a_script_touches_its_declared_and_derived_keys_only(make_client: MakeCl
     names = {client.script_load(script(name).source): name for name in scripts.NAMES}
     touched: dict[str, set[str]] = defaultdict(set)
     with make_client().monitor() as monitor:  # type: ignore[no-untyped-call]
-        for seed in (1007, 1008, 1013, 1026, 1034):
+        for seed in (1008, 1013, 1034):
             # MONITOR's lines are parted by spaces, so there may be none in a key.
             scenario = json.loads(json.dumps(history(seed)).replace("\\u00e7\\u00e3o ", ""))
             run = Worked(client, scenario, seed, check=False)

@@ -14,7 +14,7 @@
 -- ARGV[7] -> who
 -- ARGV[8] -> why
 -- ARGV[9] -> bucket_key, then event_id, mark, facts, envelope of the item's event, as in accept
--- reply   -> {'done'|'missing', as accept says of an event, or ''}
+-- reply   -> {'done'|'missing', as accept says of an event, or ''}; the same nonce again is answered as before
 -- cost    -> O(log open windows)
 
 local key, id = ARGV[9], ARGV[10]
@@ -23,10 +23,11 @@ local fields = {}
 for i = 1, item and #item[2] or 0, 2 do
   fields[item[2][i]] = item[2][i + 1]
 end
+local b, seal = load_bucket(key), ARGV[2] .. ' ' .. ARGV[5]
 if fields.bucket_key ~= key or fields.event_id ~= id then
-  return { 'missing', '' }
+  local same, said = match(b.fields.resolved or '', '^(%S+ %S+) (.*)$')
+  return same == seal and { 'done', said } or { 'missing', '' }
 end
-local b = load_bucket(key)
 b.orders = {}
 expire(b)
 local answer = ''
@@ -48,6 +49,7 @@ count('resolved')
 if not b.queued then
   put('ZADD', KEYS[1], 'LT', b.remembered or b.now, 'r:' .. key)
 end
+b.resolved = seal .. ' ' .. answer
 save_bucket(b)
 commit()
 finish()

@@ -15,7 +15,8 @@
 --   turn     the manifest of an ordered bucket whose turn it is; waits: those that came back (replayed, approved late) and
 --            wait for it; joins: those that gave way to the next one handed over. Both lists are in order of version
 --   queued   how many of its events wait in the reconciliation queue
---   flushed  '<nonce> <window_id>' of the last flush that named no version
+--   flushed  '<nonce> <window_id>' of the last flush that named no version; resolved: '<nonce> <item> <answer>' of the last
+--            item that was resolved
 --
 -- A script decides on these tables, and writes through `put` when all is decided: Redis undoes nothing.
 local journal, ahead, stats, wake, handed_over = {}, 1, {}, nil, 0
@@ -243,7 +244,7 @@ local function save_bucket(b)
     new.ids = b.since .. ' ' .. b.remembered
   end
   new.turn, new.waits, new.joins, new.older, new.queued = b.turn, b.waits, b.joins, b.older, b.queued
-  new.flushed = b.flushed or f.flushed
+  new.flushed, new.resolved = b.flushed or f.flushed, b.resolved or f.resolved
   if next(new) and b.now > (w and w.last or 0) then
     new.seen = b.now
   end
