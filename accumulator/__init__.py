@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accumulator.client import Accumulator, AsyncAccumulator
-    from accumulator.context import Context
+    from accumulator.context import Context, StepContext
+    from accumulator.emission import Emission, LadderRun
     from accumulator.envelope import MISSING, Event, bucket_key
     from accumulator.errors import (
         AccumulatorError,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         InternalError,
         InvalidEvent,
         InvalidInput,
+        InvalidLadder,
         InvalidPolicy,
         InvalidScenario,
         InvalidSettings,
@@ -33,8 +35,21 @@ if TYPE_CHECKING:
         ServerRefused,
         ServerUnavailable,
         UnknownFlow,
+        UnknownLadder,
     )
-    from accumulator.handlers import Diverged, NotDone, PermanentError, RetryLater, Stages, Superseded, handler
+    from accumulator.handlers import (
+        Diverged,
+        NotDone,
+        PermanentError,
+        RetryLater,
+        Stages,
+        Superseded,
+        handler,
+        on_cancelled,
+        on_escalated,
+        step_handler,
+    )
+    from accumulator.ladders import Ladder
     from accumulator.manifest import Manifest, StoredEvent
     from accumulator.operations import Outcome, Receipt
     from accumulator.policy import Policy
@@ -51,6 +66,7 @@ _HOMES = {
         "InternalError",
         "InvalidEvent",
         "InvalidInput",
+        "InvalidLadder",
         "InvalidPolicy",
         "InvalidScenario",
         "InvalidSettings",
@@ -60,9 +76,23 @@ _HOMES = {
         "ServerRefused",
         "ServerUnavailable",
         "UnknownFlow",
+        "UnknownLadder",
     ),
-    "context": ("Context",),
-    "handlers": ("Diverged", "NotDone", "PermanentError", "RetryLater", "Stages", "Superseded", "handler"),
+    "context": ("Context", "StepContext"),
+    "emission": ("Emission", "LadderRun"),
+    "handlers": (
+        "Diverged",
+        "NotDone",
+        "PermanentError",
+        "RetryLater",
+        "Stages",
+        "Superseded",
+        "handler",
+        "on_cancelled",
+        "on_escalated",
+        "step_handler",
+    ),
+    "ladders": ("Ladder",),
     "manifest": ("Manifest", "StoredEvent"),
     "operations": ("Outcome", "Receipt"),
     "policy": ("Policy",),
@@ -77,14 +107,18 @@ __all__ = [
     "AuthenticationFailed",
     "Context",
     "Diverged",
+    "Emission",
     "Event",
     "HandlerMissing",
     "InternalError",
     "InvalidEvent",
     "InvalidInput",
+    "InvalidLadder",
     "InvalidPolicy",
     "InvalidScenario",
     "InvalidSettings",
+    "Ladder",
+    "LadderRun",
     "Manifest",
     "MissingRight",
     "NamespaceMismatch",
@@ -98,12 +132,17 @@ __all__ = [
     "ServerRefused",
     "ServerUnavailable",
     "Stages",
+    "StepContext",
     "StoredEvent",
     "Superseded",
     "UnknownFlow",
+    "UnknownLadder",
     "__version__",
     "bucket_key",
     "handler",
+    "on_cancelled",
+    "on_escalated",
+    "step_handler",
 ]
 
 

@@ -26,18 +26,20 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 import accumulator
-from accumulator import cli_operate, keys, simulate
+from accumulator import cli_ladder, cli_operate, keys, simulate
 from accumulator.client import Accumulator
 from accumulator.errors import (
     AccumulatorError,
     InternalError,
     InvalidInput,
+    InvalidLadder,
     InvalidPolicy,
     InvalidSettings,
     ServerError,
 )
 from accumulator.export import event_object, manifest_object
 from accumulator.feed import BadLine, Fed, Source, feed
+from accumulator.ladders import Ladder
 from accumulator.manifest import StoredEvent
 from accumulator.operations import Bucket, ClosedWindow, Flushed
 from accumulator.policy import Policy, format_duration, parse_duration
@@ -113,6 +115,7 @@ app = typer.Typer(
 policy_app = typer.Typer(no_args_is_help=True, help="The rules of each flow: check, load, show.")
 app.add_typer(policy_app, name="policy")
 app.add_typer(cli_operate.app)
+app.add_typer(cli_ladder.app)
 
 
 def main() -> None:
@@ -322,6 +325,9 @@ def _account(name: str, scenario: simulate.Scenario, answer: simulate.Answer) ->
         if m["relation"] not in ("first", "after_close"):
             line += f", {m['relation']}"
         happened.append((m["closed_at"], 1, f"{line}; {id_list(m['event_ids'])}"))
+    for e in answer.get("ladder_events", ()):
+        what = e["event"] if e["step"] is None else f"{e['event']} {e['step']}"
+        happened.append((e["at"], 1, f"ladder {e['ladder']} of {e['bucket_key']}: {what}"))
     for at, _, line in sorted(happened, key=lambda each: each[:2]):
         say(f"  {span(at):>8}  {plain(line)}")
     for o in answer["open"]:
@@ -337,6 +343,11 @@ def _step_account(step: Mapping[str, Any], outcomes: Iterator[Mapping[str, Any]]
         if action in step:
             rest = " ".join(f"{name} {value}" for name, value in step[action].items() if name != "bucket_key")
             yield f"{action} {step[action]['bucket_key']} {rest}"
+    for action in simulate.LADDER_STEPS:
+        if action in step:
+            given = dict(step[action])
+            rest = " ".join(f"{name} {value}" for name, value in given.items() if name not in ("ladder", "bucket_key"))
+            yield f"{action} {given['ladder']} {given['bucket_key']} {rest}"
     if "policy" in step:
         yield f"policy of {', '.join(step['policy'])} replaced"
     given = step.get("push", [])
@@ -370,6 +381,15 @@ def _install(client: Accumulator, config: Config) -> None:
                 f"warning: policy {plain(flow)}: version {loaded.version} rules, and the configuration differs: "
                 "`accumulator policy load` would make it the next version"
             )
+    for name, ladder in config.ladders.items():
+        made = client.load_ladder(name, ladder, only_new=True)
+        if made.outcome == "new":
+            tell(f"ladder {plain(name)}: installed as version {made.version}")
+        elif made.differs:
+            tell(
+                f"warning: ladder {plain(name)}: version {made.version} rules, and the configuration differs: "
+                "`accumulator ladder load` would make it the next version"
+            )
 
 
 @policy_app.command("check")
@@ -387,6 +407,8 @@ def policy_check(
     # Each flow by itself: one fault should not hide those of the others.
     policies = values.get("policies") if isinstance(values, dict) else None
     wrong = [p for flow, options in _pairs(policies) if (p := _policy_problem(flow, options)) is not None]
+    ladders = values.get("ladders") if isinstance(values, dict) else None
+    wrong += [p for name, options in _pairs(ladders) if (p := _ladder_problem(name, options)) is not None]
     if wrong:
         raise _check_failed(wrong, as_json)
     try:
@@ -398,6 +420,11 @@ def policy_check(
             say_json({"flow": flow, "ok": True, "policy": json.loads(policy.canonical_json())})
         else:
             say(f"policy {plain(flow)}: good ({_options_text(policy)})")
+    for name, ladder in config.ladders.items():
+        if as_json:
+            say_json({"ladder": name, "ok": True, "steps": [step.name for step in ladder.steps]})
+        else:
+            say(f"ladder {plain(name)}: good ({', '.join(step.name for step in ladder.steps)})")
 
 
 def _pairs(value: object) -> Iterable[tuple[Any, Any]]:
@@ -412,11 +439,20 @@ def _policy_problem(flow: str, options: object) -> InvalidInput | None:
     return None
 
 
+def _ladder_problem(name: str, options: object) -> InvalidInput | None:
+    try:
+        Ladder.load(name, options)
+    except InvalidLadder as problem:
+        return problem
+    return None
+
+
 def _check_failed(wrong: Sequence[InvalidInput], as_json: bool) -> typer.Exit:
     for problem in wrong:
         if as_json:
-            flow = problem.flow if isinstance(problem, InvalidPolicy) else None
-            say_json({"flow": flow, "ok": False, "option": problem.field, "reason": problem.rule})
+            of = "ladder" if isinstance(problem, InvalidLadder) else "flow"
+            name = problem.flow if isinstance(problem, InvalidPolicy) else None
+            say_json({of: name, "ok": False, "option": problem.field, "reason": problem.rule})
         else:
             complain(problem)
     return typer.Exit(FAILED)

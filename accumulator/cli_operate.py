@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from accumulator.client import Accumulator
+from accumulator.emission import Emission
 from accumulator.envelope import parse_instant
 from accumulator.errors import InvalidInput, InvalidSettings
 from accumulator.export import (
@@ -132,11 +133,16 @@ def timeline(
     """Show the life of a manifest: every transition with its instant and cause, its effects, its finished stages."""
     with connected() as (client, _):
         manifest = client.manifest(window_id)
-        if manifest is None:
+        emission = client.emission(window_id) if manifest is None else None
+        if manifest is None and emission is None:
             complain("there is no manifest of that id")
             raise typer.Exit(FAILED)
         effects = client.effects(window_id)
         stages = client.store.perform(client.operations.stage_names(window_id))
+    if manifest is None:
+        assert emission is not None
+        _tell_emission(emission, effects, payload, as_json)
+        return
     if as_json:
         say_json(
             {
@@ -165,6 +171,29 @@ def timeline(
     if stages:
         say()
         say(f"stages finished: {', '.join(map(plain, stages))}")
+
+
+def _tell_emission(emission: Emission, effects: Sequence[Effect], payload: bool, as_json: bool) -> None:
+    if as_json:
+        told = asdict(emission) | {"timeline": timeline_object(emission)}
+        say_json(told | {"effects": [effect_object(effect, result=payload) for effect in effects]})
+        return
+    facts: dict[str, object] = {
+        "bucket": emission.bucket_key,
+        "ladder": f"{emission.ladder} ({emission.ladder_id})",
+        "emitted": f"{emission.event} {emission.step}".strip(),
+        "state": emission.state,
+        "due at": instant(emission.due_at),
+    }
+    say_facts(facts | ({"error": emission.error} if emission.error else {}))
+    say()
+    rows = [(emission.emitted_at, "emitted", 0, ""), *emission.timeline]
+    say_table(
+        ("at", "state", "attempt", "cause"),
+        [(instant(at), state, attempt or "", cause) for at, state, attempt, cause in rows],
+        numbers=("attempt",),
+    )
+    _tell_effects(effects, payload)
 
 
 def _tell_life(manifest: Manifest) -> None:

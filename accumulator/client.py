@@ -6,12 +6,16 @@ Both are thin shells: what is asked and how answers are read stands in :mod:`acc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from accumulator.emission import Emission, LadderRun
 from accumulator.envelope import Event
 from accumulator.errors import InvalidEvent, InvalidInput
 from accumulator.health import Health
+from accumulator.ladder_operations import LadderMoved, LadderStarted, LoadedLadder, Which
+from accumulator.ladders import Ladder
 from accumulator.manifest import Manifest, StoredEvent
 from accumulator.operations import (
     Bucket,
@@ -58,6 +62,10 @@ def _duration(value: str | int) -> int:
 
 def _policy(flow: str, policy: Policy | Mapping[str, Any]) -> Policy:
     return policy if isinstance(policy, Policy) else Policy.load(flow, policy)
+
+
+def _ladder(name: str, ladder: Ladder | Mapping[str, Any]) -> Ladder:
+    return ladder if isinstance(ladder, Ladder) else Ladder.load(name, ladder)
 
 
 def _which(tenant: str | None, flow: str | None) -> None:
@@ -243,6 +251,65 @@ class Accumulator:
         age = 0 if older_than is None else _duration(older_than)
         return self.store.perform(self.operations.resolve_where(decision, by, reason, code, tenant, flow, age))
 
+    def load_ladder(self, name: str, ladder: Ladder | Mapping[str, Any], *, only_new: bool = False) -> LoadedLadder:
+        """Makes a ladder's definition the latest of its name: it rules the ladders started from now on. Equal content
+        is no new version; `only_new` keeps one that is there. Raises InvalidLadder."""
+        return self.store.perform(self.operations.load_ladder(_ladder(name, ladder), only_new))
+
+    def ladder_definitions(self) -> dict[str, tuple[int, Ladder]]:
+        """Name → (version, definition), the latest of each."""
+        return self.store.perform(self.operations.ladder_definitions())
+
+    def start_ladder(
+        self,
+        ladder: str,
+        bucket_key: str,
+        anchor_at: datetime | str | None = None,
+        args: Mapping[str, Any] | None = None,
+        *,
+        start_id: str | None = None,
+        ignore_earlier: bool = False,
+    ) -> LadderStarted:
+        """Starts a ladder in a bucket, counted from `anchor_at` (not where its definition counts from the start), with
+        arguments for its conditions and steps (JSON values, up to 16 KiB). Safe to repeat: the same `start_id` returns
+        the first; without one, one of that name runs at a time in a bucket. An awaited event that came before cancels
+        it at once, unless `ignore_earlier`. Raises UnknownLadder, UnknownFlow and InvalidInput."""
+        return self.store.perform(
+            self.operations.start_ladder(ladder, bucket_key, anchor_at, args, start_id, ignore_earlier)
+        )
+
+    def cancel_ladder(self, which: Which, reason: str) -> LadderMoved:
+        """Ends a ladder, named by its id, (bucket_key, name) or (bucket_key, name, start_id): nothing of it that has
+        not begun is executed."""
+        return self.store.perform(self.operations.cancel_ladder(which, reason))
+
+    def reschedule_ladder(self, which: Which, anchor_at: datetime | str) -> LadderMoved:
+        """Moves the steps still to come to another anchor; those whose instant is past by then are sent at once, or
+        skipped with `past: skip`."""
+        return self.store.perform(self.operations.reschedule_ladder(which, anchor_at))
+
+    def pause_ladder(self, which: Which) -> LadderMoved:
+        """Holds a ladder: no step is emitted until it is resumed; the awaited event still cancels it."""
+        return self.store.perform(self.operations.pause_ladder(which))
+
+    def resume_ladder(self, which: Which) -> LadderMoved:
+        """Lets a paused ladder go on; steps that have passed meanwhile are sent at once, or skipped with `past:
+        skip`."""
+        return self.store.perform(self.operations.resume_ladder(which))
+
+    def ladder(self, which: Which) -> LadderRun | None:
+        """A ladder with its timeline and what comes next; None where there is none."""
+        return self.store.perform(self.operations.ladder(which))
+
+    def ladders(self, state: str | None = None, *, bucket_key: str | None = None) -> list[LadderRun]:
+        """Ladders in a state (``running``, ``paused``, ``cancelled``, ``exhausted``, ``escalated``; None: in any), of
+        one bucket or of all; those that are longest in it first."""
+        return self.store.perform(self.operations.ladders(state, bucket_key))
+
+    def emission(self, emission_id: str) -> Emission | None:
+        """What a ladder emitted, by its id."""
+        return self.store.perform(self.operations.emission(emission_id))
+
 
 class AsyncAccumulator:
     """The same as :class:`Accumulator` on ``redis.asyncio``; see there for arguments, results and errors."""
@@ -389,3 +456,56 @@ class AsyncAccumulator:
         """See :meth:`Accumulator.resolve_where`."""
         age = 0 if older_than is None else _duration(older_than)
         return await self.store.perform(self.operations.resolve_where(decision, by, reason, code, tenant, flow, age))
+
+    async def load_ladder(
+        self, name: str, ladder: Ladder | Mapping[str, Any], *, only_new: bool = False
+    ) -> LoadedLadder:
+        """See :meth:`Accumulator.load_ladder`."""
+        return await self.store.perform(self.operations.load_ladder(_ladder(name, ladder), only_new))
+
+    async def ladder_definitions(self) -> dict[str, tuple[int, Ladder]]:
+        """See :meth:`Accumulator.ladder_definitions`."""
+        return await self.store.perform(self.operations.ladder_definitions())
+
+    async def start_ladder(
+        self,
+        ladder: str,
+        bucket_key: str,
+        anchor_at: datetime | str | None = None,
+        args: Mapping[str, Any] | None = None,
+        *,
+        start_id: str | None = None,
+        ignore_earlier: bool = False,
+    ) -> LadderStarted:
+        """See :meth:`Accumulator.start_ladder`."""
+        return await self.store.perform(
+            self.operations.start_ladder(ladder, bucket_key, anchor_at, args, start_id, ignore_earlier)
+        )
+
+    async def cancel_ladder(self, which: Which, reason: str) -> LadderMoved:
+        """See :meth:`Accumulator.cancel_ladder`."""
+        return await self.store.perform(self.operations.cancel_ladder(which, reason))
+
+    async def reschedule_ladder(self, which: Which, anchor_at: datetime | str) -> LadderMoved:
+        """See :meth:`Accumulator.reschedule_ladder`."""
+        return await self.store.perform(self.operations.reschedule_ladder(which, anchor_at))
+
+    async def pause_ladder(self, which: Which) -> LadderMoved:
+        """See :meth:`Accumulator.pause_ladder`."""
+        return await self.store.perform(self.operations.pause_ladder(which))
+
+    async def resume_ladder(self, which: Which) -> LadderMoved:
+        """See :meth:`Accumulator.resume_ladder`."""
+        return await self.store.perform(self.operations.resume_ladder(which))
+
+    async def ladder(self, which: Which) -> LadderRun | None:
+        """See :meth:`Accumulator.ladder`."""
+        return await self.store.perform(self.operations.ladder(which))
+
+    async def ladders(self, state: str | None = None, *, bucket_key: str | None = None) -> list[LadderRun]:
+        """See :meth:`Accumulator.ladders`."""
+        return await self.store.perform(self.operations.ladders(state, bucket_key))
+
+    async def emission(self, emission_id: str) -> Emission | None:
+        """See :meth:`Accumulator.emission`."""
+        return await self.store.perform(self.operations.emission(emission_id))

@@ -129,6 +129,7 @@ class Closer(Role):
             self.log.error(event, **fields)
 
     def _repair(self) -> None:
+        self.perform(self.operations.watch())
         behind = self.perform(self.operations.repair_policies())
         if behind:
             self.log.warning("policies_repaired", partitions=behind)

@@ -1,4 +1,4 @@
-"""What a handler sees of a manifest, and what it may do: effects, stages, checkpoints.
+"""What a handler sees of a manifest or of a ladder's step, and what it may do: effects, stages, checkpoints.
 
 All of it asks the server under the attempt's token. An attempt whose lease ran out can begin and confirm nothing more:
 :class:`LeaseLost` ends it, and somebody else has taken over.
@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from time import monotonic
 from types import TracebackType
@@ -21,7 +22,8 @@ from typing import Any, Final, NamedTuple, Self
 import orjson
 
 from accumulator.client import Accumulator
-from accumulator.envelope import MISSING
+from accumulator.emission import Emission
+from accumulator.envelope import MISSING, Event
 from accumulator.errors import InvalidInput
 from accumulator.handlers import Diverged, Handler, NotDone, Superseded, Timeout
 from accumulator.manifest import Manifest, StoredEvent
@@ -29,6 +31,7 @@ from accumulator.policy import Policy
 
 MAX_CHECKPOINT: Final = 16 << 10
 MAX_RESULT: Final = 64 << 10
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 _PIECE: Final = 12
 """Characters of a payload's value that make a text one that quotes it."""
@@ -70,18 +73,18 @@ def _encode(value: object, field: str, most: int) -> str:
 
 
 class Effect:
-    """A consequence outside, under an idempotency `key`; see :meth:`Context.effect`.
+    """A consequence outside, under an idempotency `key`; see :meth:`Work.effect`.
 
     ``needed`` says whether it is to be done; where it is not, `result` is what was recorded when it was. Set `result`
     (a JSON value) to have it recorded.
     """
 
-    def __init__(self, ctx: Context, name: str, verify: Callable[[str], Any] | None) -> None:
+    def __init__(self, ctx: Work, name: str, verify: Callable[[str], Any] | None) -> None:
         self._ctx = ctx
         self._name = name
         self._verify = verify
         self._nonce = ""
-        self.key = f"{ctx.window_id}:{name}"
+        self.key = f"{ctx.effect_key}:{name}"
         self.needed = True
         self.result: Any = None
 
@@ -128,19 +131,21 @@ class Effect:
         await asyncio.to_thread(self.__exit__, kind, error, trace)
 
 
-class Context:
-    """What a handler gets: the manifest, its events, and what it may do under this attempt.
+class Work:
+    """What a handler gets of a manifest and of a ladder's step alike, and what it may do under this attempt.
 
-    `manifests` are all that this hand-over holds, the oldest first, `manifest` the last of them; `events` those of all.
-    `results` holds what earlier stages returned, `left` the checkpoint it leaves. Only an attempt that holds its lease
-    may do anything: LeaseLost else.
+    `window_id` is the id of what is handled, `effect_key` what the keys of its effects begin with. `results` holds what
+    earlier stages returned, `left` the checkpoint it leaves. Only an attempt that holds its lease may do anything:
+    LeaseLost else.
     """
 
     def __init__(
         self,
         accumulator: Accumulator,
         handler: Handler,
-        manifests: tuple[Manifest, ...],
+        window_id: str,
+        effect_key: str,
+        handled: Manifest | Emission,
         token: str,
         seconds: float | None = None,
     ) -> None:
@@ -149,18 +154,17 @@ class Context:
         self._until = monotonic() + (handler.timeout / 1000 if seconds is None else seconds)
         self.left = ""
         self.handler = handler
-        self.manifests = manifests
-        self.manifest = manifests[-1]
-        self.window_id = self.manifest.window_id
-        self.bucket_key = self.manifest.bucket_key
-        self.flow = self.manifest.flow
-        self.attempt = self.manifest.attempt
-        self.failures = self.manifest.failures
-        self.approved_by = self.manifest.approved_by
+        self.window_id = window_id
+        self.effect_key = effect_key
+        self.bucket_key = handled.bucket_key
+        self.flow = handled.flow
+        self.attempt = handled.attempt
+        self.failures = handled.failures
+        self.approved_by = handled.approved_by
         self.results: dict[str, Any] = {}
 
     def __repr__(self) -> str:
-        return f"<Context {self.window_id} attempt {self.attempt}>"
+        return f"<{type(self).__name__} {self.window_id} attempt {self.attempt}>"
 
     def _resolve(self, value: Any) -> Any:
         """The value, or what a coroutine gives, run to its end in a loop of its own, within the handler's timeout."""
@@ -196,57 +200,6 @@ class Context:
         the back of `verify`: give it no more time than this."""
         return self._until - monotonic()
 
-    @property
-    def events(self) -> tuple[StoredEvent, ...]:
-        """Entries in order of acceptance, retracted ones left out."""
-        return tuple(entry for manifest in self.manifests for entry in manifest.events)
-
-    @cached_property
-    def policy(self) -> Policy:
-        """The policy that the window obeyed."""
-        policy: Policy = self._perform("policy_of", self.manifest)
-        return policy
-
-    def in_order(self) -> Iterator[Ordered]:
-        """The events by the flow's `order_by`, one source after the other in the order of their first event; without
-        `order_by`, and those without an order value, in order of acceptance."""
-        by = self.policy.order_by
-        sources: dict[str, list[StoredEvent]] = {}
-        for entry in self.events:
-            sources.setdefault(entry.event.source if by else "", []).append(entry)
-
-        def value(entry: StoredEvent) -> int | None:
-            return entry.event.source_version if by == "source_version" else entry.event.occurred_ms
-
-        for entries in sources.values():
-            if by:
-                known = [e for e in entries if value(e) is not None]
-                known.sort(key=lambda e: value(e) or 0)
-                entries = [*known, *(e for e in entries if value(e) is None)]
-            before: int | None = None
-            for entry in entries:
-                now = entry.event.source_version if by == "source_version" else None
-                yield Ordered(entry, before is not None and now is not None and now > before + 1, entry.late)
-                before = now if now is not None else before
-
-    @cached_property
-    def predecessor(self) -> Manifest | None:
-        """The manifest of the bucket's window before, with the state it is in; None where there is none any more."""
-        before = self.manifests[0].previous_window_id
-        found: Manifest | None = None if before is None else self._perform("manifest", before)
-        return found
-
-    @cached_property
-    def checkpoint(self) -> Any:
-        """What the last confirmed one of the bucket's windows before this one left for it, or None. A later window may
-        have left another since (this one was replayed): that is not for it."""
-        kept = self._perform("checkpoint", self.bucket_key)
-        return None if kept is None or kept[0] >= self.manifests[0].window_version else orjson.loads(kept[1])
-
-    def leave(self, checkpoint: Any) -> None:
-        """Leaves a checkpoint (a JSON value, up to 16 KiB) to the bucket's next window, when this one is confirmed."""
-        self.left = _encode(checkpoint, "checkpoint", MAX_CHECKPOINT)
-
     def effect(self, name: str, *, event_id: str | None = None, verify: Callable[[str], Any] | None = None) -> Effect:
         """A consequence outside, once: ``with ctx.effect("charge") as effect: if effect.needed: …``, or ``async with``.
 
@@ -276,21 +229,6 @@ class Context:
                 effect.result = self._resolve(call(effect.key))
         return effect.result
 
-    def superseded(self) -> None:
-        """Raises Superseded where the bucket has a newer window, open or waiting to be handed over, and no effect of
-        this one has begun. To be asked just before what others would see."""
-        if self._perform("can_give_way", self.manifest):
-            raise Superseded
-
-    def set_aside(self, event_id: str, why: str) -> None:
-        """Sends an event to reconciliation, so that the rest can be finished."""
-        for entry in self.events:
-            if entry.event.event_id == event_id:
-                if not self._ask("set_aside", entry.event, why):
-                    raise LeaseLost
-                return
-        raise InvalidInput("event_id", "is not in this manifest")
-
     def run(self) -> None:
         """Runs the handler to its end; raises what it raises, and NeedsApproval, Stale, Uncertain, Diverged."""
         if self.handler.stages is not None:
@@ -299,8 +237,8 @@ class Context:
             self._resolve(self.handler.function(self))
 
     def quotes(self, text: str) -> bool:
-        """Whether a text quotes one of the payloads: a value whole, or a good piece of it."""
-        return any(part in text for entry in self.events for part in _texts(entry.event.payload))
+        """Whether a text quotes what is not to be repeated: payloads, arguments."""
+        raise NotImplementedError
 
     def _run_stages(self, stages: Any) -> None:
         kept = self._perform("stages", self.window_id)
@@ -354,6 +292,140 @@ class Context:
         self.results[name] = self._resolve(getattr(stages, name)(self))
         if not self._ask("save_stage", name, _encode(self.results[name], name, MAX_RESULT)):
             raise LeaseLost
+
+
+class Context(Work):
+    """What a handler gets: the manifest, its events, and what it may do under this attempt.
+
+    `manifests` are all that this hand-over holds, the oldest first, `manifest` the last of them; `events` those of all.
+    """
+
+    def __init__(
+        self,
+        accumulator: Accumulator,
+        handler: Handler,
+        manifests: tuple[Manifest, ...],
+        token: str,
+        seconds: float | None = None,
+    ) -> None:
+        self.manifests = manifests
+        self.manifest = manifests[-1]
+        window_id = self.manifest.window_id
+        super().__init__(accumulator, handler, window_id, window_id, self.manifest, token, seconds)
+
+    @property
+    def events(self) -> tuple[StoredEvent, ...]:
+        """Entries in order of acceptance, retracted ones left out."""
+        return tuple(entry for manifest in self.manifests for entry in manifest.events)
+
+    @cached_property
+    def policy(self) -> Policy:
+        """The policy that the window obeyed."""
+        policy: Policy = self._perform("policy_of", self.manifest)
+        return policy
+
+    def in_order(self) -> Iterator[Ordered]:
+        """The events by the flow's `order_by`, one source after the other in the order of their first event; without
+        `order_by`, and those without an order value, in order of acceptance."""
+        by = self.policy.order_by
+        sources: dict[str, list[StoredEvent]] = {}
+        for entry in self.events:
+            sources.setdefault(entry.event.source if by else "", []).append(entry)
+
+        def value(entry: StoredEvent) -> int | None:
+            return entry.event.source_version if by == "source_version" else entry.event.occurred_ms
+
+        for entries in sources.values():
+            if by:
+                known = [e for e in entries if value(e) is not None]
+                known.sort(key=lambda e: value(e) or 0)
+                entries = [*known, *(e for e in entries if value(e) is None)]
+            before: int | None = None
+            for entry in entries:
+                now = entry.event.source_version if by == "source_version" else None
+                yield Ordered(entry, before is not None and now is not None and now > before + 1, entry.late)
+                before = now if now is not None else before
+
+    @cached_property
+    def predecessor(self) -> Manifest | None:
+        """The manifest of the bucket's window before, with the state it is in; None where there is none any more."""
+        before = self.manifests[0].previous_window_id
+        found: Manifest | None = None if before is None else self._perform("manifest", before)
+        return found
+
+    @cached_property
+    def checkpoint(self) -> Any:
+        """What the last confirmed one of the bucket's windows before this one left for it, or None. A later window may
+        have left another since (this one was replayed): that is not for it."""
+        kept = self._perform("checkpoint", self.bucket_key)
+        return None if kept is None or kept[0] >= self.manifests[0].window_version else orjson.loads(kept[1])
+
+    def leave(self, checkpoint: Any) -> None:
+        """Leaves a checkpoint (a JSON value, up to 16 KiB) to the bucket's next window, when this one is confirmed."""
+        self.left = _encode(checkpoint, "checkpoint", MAX_CHECKPOINT)
+
+    def superseded(self) -> None:
+        """Raises Superseded where the bucket has a newer window, open or waiting to be handed over, and no effect of
+        this one has begun. To be asked just before what others would see."""
+        if self._perform("can_give_way", self.manifest):
+            raise Superseded
+
+    def set_aside(self, event_id: str, why: str) -> None:
+        """Sends an event to reconciliation, so that the rest can be finished."""
+        for entry in self.events:
+            if entry.event.event_id == event_id:
+                if not self._ask("set_aside", entry.event, why):
+                    raise LeaseLost
+                return
+        raise InvalidInput("event_id", "is not in this manifest")
+
+    def quotes(self, text: str) -> bool:
+        """Whether a text quotes one of the payloads: a value whole, or a good piece of it."""
+        return any(part in text for entry in self.events for part in _texts(entry.event.payload))
+
+
+class StepContext(Work):
+    """What a handler gets of what a ladder emits: a step, or that it was cancelled or escalated (`event`).
+
+    `ladder` is its name, `step` the step's, `attributes` what the configuration says of it, `args` what was given at
+    the start. `key` is the idempotency key, made of ladder, bucket key, start id and step: the same in every attempt,
+    and the beginning of the keys of its effects. `by_event` names the event that cancelled the ladder.
+    """
+
+    def __init__(
+        self,
+        accumulator: Accumulator,
+        handler: Handler,
+        emission: Emission,
+        token: str,
+        seconds: float | None = None,
+    ) -> None:
+        super().__init__(accumulator, handler, emission.emission_id, emission.key, emission, token, seconds)
+        self.emission = emission
+        self.ladder = emission.ladder
+        self.ladder_id = emission.ladder_id
+        self.event = emission.event
+        self.step = emission.step
+        self.attributes = emission.attributes
+        self.args = emission.args
+        self.key = emission.key
+        self.start_id = emission.start_id
+        self.by_event = emission.by_event
+        self.reason = emission.reason
+        self.anchor_at = _EPOCH + timedelta(milliseconds=emission.anchor_at)
+        self.due_at = _EPOCH + timedelta(milliseconds=emission.due_at)
+
+    @cached_property
+    def cancelling_event(self) -> Event | None:
+        """The event that cancelled the ladder, where it is still kept; None else."""
+        if self.by_event is None:
+            return None
+        found: Event | None = self._perform("find_event", self.bucket_key, self.by_event)
+        return found
+
+    def quotes(self, text: str) -> bool:
+        """Whether a text quotes one of the arguments."""
+        return any(part in text for part in _texts(self.args))
 
 
 def _texts(value: object) -> Iterator[str]:

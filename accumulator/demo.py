@@ -22,11 +22,11 @@ from rich.text import Text
 
 from accumulator import keys, logs
 from accumulator.client import Accumulator
-from accumulator.context import Context
+from accumulator.context import Context, StepContext
 from accumulator.embedded import EmbeddedServer
 from accumulator.envelope import Event
 from accumulator.errors import ServerError
-from accumulator.handlers import Stages, handler, load_handlers
+from accumulator.handlers import Stages, handler, load_handlers, on_cancelled, step_handler
 from accumulator.manifest import Manifest
 from accumulator.operations import ClosedWindow, Outcome
 from accumulator.settings import Config, Settings
@@ -74,6 +74,20 @@ def document(ctx: Context) -> None:
 def anything(ctx: Context) -> None:
     """Whatever has no handler of its own."""
     _received(ctx, f"{len(ctx.manifest.event_ids)} events")
+
+
+@step_handler("lembrete", timeout="10s")
+def remind(ctx: StepContext) -> None:
+    """A reminder of an order that is not paid yet; a real shop would send it, under `effect.key`."""
+    with ctx.effect("send") as effect:
+        if effect.needed:
+            tell("reminder", f"{ctx.bucket_key} {ctx.step}: by {ctx.attributes['channel']}")
+
+
+@on_cancelled("lembrete", timeout="10s")
+def stop_reminding(ctx: StepContext) -> None:
+    """What everybody waited for has come."""
+    tell("reminder", f"{ctx.bucket_key} cancelled by {ctx.by_event}: no further one is sent")
 
 
 def _received(ctx: Context, what: str) -> None:
@@ -132,6 +146,8 @@ def _samples() -> Iterator[Sample]:
 
 SAMPLES: Final = tuple(_samples())
 BUCKETS: Final = tuple(dict.fromkeys(sample.event.bucket_key for sample in SAMPLES))
+LADDER: Final = "lembrete"
+REMINDED: Final = next(sample.event.bucket_key for sample in SAMPLES if sample.event.kind == "pago")
 LOOK: Final = 0.1
 PATIENCE: Final = 60.0
 """s in which every sample manifest must have been handled."""
@@ -167,10 +183,14 @@ class Story:
         """Tells the story once, then, with `stay`, what else happens to the sample buckets until `stop`. Whether every
         sample is in a manifest that was handled."""
         deliveries, pace = self._prepare()
+        reminding = not deliveries
         begun = monotonic()
         done = False
         while not stop.is_set():
             try:
+                if not reminding:
+                    self._remind()
+                    reminding = True
                 while deliveries and (not pace or monotonic() >= begun + deliveries[0].at):
                     self._deliver(deliveries[0])
                     deliveries = deliveries[1:]
@@ -219,6 +239,13 @@ class Story:
             return (), False
         tell("found", "the sample orders are delivered once more, as after a producer's crash:")
         return SAMPLES, False
+
+    def _remind(self) -> None:
+        """Starts the ladder of the order that is paid later, once."""
+        if LADDER in self._client.ladder_definitions():
+            started = self._client.start_ladder(LADDER, REMINDED, start_id="demo")
+            if started.outcome == "started":
+                tell("ladder", f"{REMINDED} {LADDER}: started, until it is paid")
 
     def _deliver(self, sample: Sample) -> None:
         event = sample.event
@@ -327,6 +354,12 @@ def _introduce(client: Accumulator, settings: Settings, config: Config, cli_line
             tell("policy", f"{flow}: installed as version {loaded.version}")
         elif loaded.differs:
             tell("warning", f"policy {flow}: version {loaded.version} rules, and the configuration file differs")
+    for name, ladder in config.ladders.items():
+        made = client.load_ladder(name, ladder, only_new=True)
+        if made.outcome == "new":
+            tell("ladder", f"{name}: installed as version {made.version}")
+        elif made.differs:
+            tell("warning", f"ladder {name}: version {made.version} rules, and the configuration file differs")
 
 
 def _rq_workers(client: Accumulator) -> int:

@@ -6,9 +6,11 @@
     ├ InvalidInput (also a ValueError)   what was given breaks a rule; nothing was sent
     │  ├ InvalidEvent                    an event's field
     │  ├ InvalidPolicy                   a flow's option
+    │  │  └ InvalidLadder                a ladder's option or step
     │  ├ InvalidSettings                 a setting, or an entry of the configuration file
     │  └ InvalidScenario                 a scenario file for `simulate`
     ├ UnknownFlow                        the flow has no policy, and there is no `default`
+    ├ UnknownLadder                      there is no definition of that ladder
     ├ NamespaceMismatch                  other partition count, newer format, or test mode
     ├ ServerError                        the server did not do what was asked
     │  ├ ServerUnavailable               no answer: refused, timed out, closed
@@ -70,6 +72,13 @@ class InvalidPolicy(InvalidInput):
         return f"{flow}{self.field}: {self.rule}"
 
 
+class InvalidLadder(InvalidPolicy):
+    """A ladder's definition is refused; `flow` is its name, `field` the option or step."""
+
+    def __str__(self) -> str:
+        return f"ladder {self.flow}: {self.field}: {self.rule}"
+
+
 class InvalidSettings(InvalidInput):
     """A setting or an entry of the configuration file is refused; `field` is its name."""
 
@@ -91,6 +100,17 @@ class UnknownFlow(AccumulatorError):
 
     def __str__(self) -> str:
         return f"flow {self.flow}: there is no policy for it and none named 'default'; load one first"
+
+
+class UnknownLadder(AccumulatorError):
+    """There is no definition of a ladder of that name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+    def __str__(self) -> str:
+        return f"ladder {self.name}: there is no definition of it; load one first"
 
 
 class NamespaceMismatch(AccumulatorError):
@@ -127,14 +147,16 @@ class MissingRight(ServerError):
 
 
 class HandlerMissing(AccumulatorError):
-    """A manifest needs a handler and no module that was loaded registers one for its flow."""
+    """A manifest, or a step of a ladder, needs a handler and no module that was loaded registers one for its flow, or
+    its ladder (`flow` has its name)."""
 
-    def __init__(self, flow: str) -> None:
-        super().__init__(flow)
+    def __init__(self, flow: str, noun: str = "flow") -> None:
+        super().__init__(flow, noun)
         self.flow = flow
+        self.noun = noun
 
     def __str__(self) -> str:
-        return f"flow {self.flow}: no handler is registered for it"
+        return f"{self.noun} {self.flow}: no handler is registered for it"
 
 
 class InternalError(AccumulatorError):

@@ -20,6 +20,7 @@ import orjson
 
 from accumulator import keys
 from accumulator.client import Accumulator
+from accumulator.emission import Emission
 from accumulator.manifest import SETTLED, Manifest, StoredEvent, read_manifest, replay
 from accumulator.operations import PAGE, Effect, Operations, read_effects
 from accumulator.store import Call, Operation, answer, as_pairs, as_stream
@@ -63,7 +64,7 @@ def manifest_object(manifest: Manifest, events: bool = False) -> dict[str, Any]:
     return shown
 
 
-def timeline_object(manifest: Manifest) -> list[dict[str, Any]]:
+def timeline_object(manifest: Manifest | Emission) -> list[dict[str, Any]]:
     """The transitions after the closing, in order."""
     return [
         {"at": at, "state": state, "attempt": attempt, "cause": cause}

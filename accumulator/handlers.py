@@ -11,6 +11,12 @@
         def propose(self, ctx): ...
         def execute(self, ctx, key): ...
 
+    @step_handler("dunning")
+    def remind(ctx: StepContext) -> None: ...
+
+    @on_cancelled("dunning")
+    def thank(ctx: StepContext) -> None: ...
+
 A handler serves the flow it names; one named ``default`` serves flows that have none. Modules that register handlers
 are named in the configuration and imported by the processes that run them.
 """
@@ -26,6 +32,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final, TypeVar
 
+from accumulator.emission import Emission
 from accumulator.errors import HandlerMissing, InvalidInput, InvalidSettings
 from accumulator.policy import Policy, duration_option
 
@@ -93,7 +100,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Handler:
-    """What is registered for a flow: a `function` of the context, or `stages`; durations in ms."""
+    """What is registered for a flow, or what a ladder emits: a `function` of the context, or `stages`; durations in
+    ms."""
 
     flow: str
     function: Callable[..., Any] | None
@@ -116,6 +124,7 @@ class Handler:
 
 
 _registry: dict[str, Handler] = {}
+_steps: dict[tuple[str, str], Handler] = {}
 _names: dict[str, str] = {}
 
 
@@ -138,6 +147,73 @@ def handler(
     """
     if not _is_flow(flow):
         raise InvalidSettings("handler", "must name a flow: 1 to 128 bytes, as it stands in the bucket key")
+    spans = _spans(flow, max_attempts, timeout, backoff, max_backoff, approval_limit)
+
+    def register(function: F) -> F:
+        _registry[flow] = _made(flow, flow, _registry.get(flow), function, max_attempts, spans)
+        return function
+
+    return register
+
+
+def step_handler(
+    ladder: str,
+    *,
+    max_attempts: int = 5,
+    timeout: str = "5m",
+    backoff: str = "1s",
+    max_backoff: str = "10m",
+    approval_limit: str = "1d",
+) -> Callable[[F], F]:
+    """Registers what runs each step of a ladder: a function of a StepContext, or a class of Stages, with the options of
+    :func:`handler`."""
+    return _of_ladder(ladder, "step", max_attempts, timeout, backoff, max_backoff, approval_limit)
+
+
+def on_cancelled(
+    ladder: str,
+    *,
+    max_attempts: int = 5,
+    timeout: str = "5m",
+    backoff: str = "1s",
+    max_backoff: str = "10m",
+    approval_limit: str = "1d",
+) -> Callable[[F], F]:
+    """The same for what is to be done once a ladder was cancelled: ``ctx.by_event`` names the event,
+    ``ctx.cancelling_event`` reads it. Without one nothing is done."""
+    return _of_ladder(ladder, "cancelled", max_attempts, timeout, backoff, max_backoff, approval_limit)
+
+
+def on_escalated(
+    ladder: str,
+    *,
+    max_attempts: int = 5,
+    timeout: str = "5m",
+    backoff: str = "1s",
+    max_backoff: str = "10m",
+    approval_limit: str = "1d",
+) -> Callable[[F], F]:
+    """The same for the end of a ladder whose steps brought nothing. Without one nothing is done."""
+    return _of_ladder(ladder, "escalated", max_attempts, timeout, backoff, max_backoff, approval_limit)
+
+
+def _of_ladder(ladder: str, event: str, max_attempts: int, *durations: str) -> Callable[[F], F]:
+    if type(ladder) is not str or not ladder:
+        raise InvalidSettings("handler", "must name a ladder")
+    name = f"{ladder} ({event})"
+    spans = _spans(name, max_attempts, *durations)
+
+    def register(function: F) -> F:
+        there = _steps.get((ladder, event))
+        _steps[ladder, event] = _made(name, ladder, there, function, max_attempts, spans)
+        return function
+
+    return register
+
+
+def _spans(
+    flow: str, max_attempts: int, timeout: str, backoff: str, max_backoff: str, approval_limit: str
+) -> dict[str, int]:
     if type(max_attempts) is not int or not 1 <= max_attempts <= _MAX_ATTEMPTS:
         raise _wrong(flow, "max_attempts", f"must be a whole number from 1 to {_MAX_ATTEMPTS}")
     spans = {}
@@ -152,26 +228,26 @@ def handler(
         except InvalidInput as problem:
             raise _wrong(flow, name, problem.rule) from None
 
-    def register(function: F) -> F:
-        stages: Stages | None = None
-        if inspect.isclass(function) and issubclass(function, Stages):
-            stages = function()
-            odd = [name for name in vars(function) if not name.startswith("_") and name not in STAGES]
-            if odd:
-                raise _wrong(flow, odd[0], "is no stage: begin names of your own with _")
-            if not hasattr(stages, "propose") and not hasattr(stages, "execute"):
-                raise _wrong(flow, "stages", "must have propose or execute")
-        elif not callable(function):
-            raise _wrong(flow, "function", "must be a function that takes the context, or a class of Stages")
-        there = _registry.get(flow)
-        if there is not None and _names.get(flow) != _name(function):
-            raise _wrong(flow, "function", f"{_names[flow]} is registered already, besides {_name(function)}")
-        plain = None if stages is not None else function
-        _registry[flow] = Handler(flow, plain, stages, max_attempts, **spans)
-        _names[flow] = _name(function)
-        return function
+    return spans
 
-    return register
+
+def _made(
+    name: str, flow: str, there: Handler | None, function: Any, max_attempts: int, spans: Mapping[str, int]
+) -> Handler:
+    stages: Stages | None = None
+    if inspect.isclass(function) and issubclass(function, Stages):
+        stages = function()
+        odd = [each for each in vars(function) if not each.startswith("_") and each not in STAGES]
+        if odd:
+            raise _wrong(name, odd[0], "is no stage: begin names of your own with _")
+        if not hasattr(stages, "propose") and not hasattr(stages, "execute"):
+            raise _wrong(name, "stages", "must have propose or execute")
+    elif not callable(function):
+        raise _wrong(name, "function", "must be a function that takes the context, or a class of Stages")
+    if there is not None and _names.get(name) != _name(function):
+        raise _wrong(name, "function", f"{_names[name]} is registered already, besides {_name(function)}")
+    _names[name] = _name(function)
+    return Handler(flow, None if stages is not None else function, stages, max_attempts, **spans)
 
 
 def _is_flow(value: object) -> bool:
@@ -192,6 +268,24 @@ def find_handler(flow: str) -> Handler:
     if found is None:
         raise HandlerMissing(flow)
     return found
+
+
+def find_step_handler(emission: Emission) -> Handler | None:
+    """What runs for what a ladder emitted; None where nothing is to be done. Raises HandlerMissing for a step."""
+    found = _steps.get((emission.ladder, emission.event))
+    if found is None and emission.event == "step":
+        raise HandlerMissing(emission.ladder, "ladder")
+    return found
+
+
+def longest_step() -> int:
+    """The longest timeout (ms) of what runs for ladders; 0 without any."""
+    return max((handler.timeout for handler in _steps.values()), default=0)
+
+
+def missing_step_handlers(ladders: Iterable[str]) -> list[str]:
+    """Of these ladders, those whose steps nothing runs."""
+    return sorted(name for name in ladders if (name, "step") not in _steps)
 
 
 def registered() -> Mapping[str, Handler]:

@@ -152,6 +152,37 @@ def checkpoint(prefix: str, bucket_key: str) -> str:
     return f"{prefix}checkpoint:{bucket_key}"
 
 
+def ladder(prefix: str, ladder_id: str) -> str:
+    """Hash: a ladder that was started: its steps, how far it is, its timeline."""
+    return f"{prefix}ladder:{ladder_id}"
+
+
+def ladderargs(prefix: str, ladder_id: str) -> str:
+    """A ladder's arguments as JSON, where they are long."""
+    return f"{prefix}ladderargs:{ladder_id}"
+
+
+def ladderdef(prefix: str, name: str) -> str:
+    """Hash: version → a ladder's definition as JSON, and the kinds that cancel it."""
+    return f"{prefix}ladderdef:{name}"
+
+
+def ladders(prefix: str, bucket_key_or_state: str) -> str:
+    """Hash: a bucket's ladders by name or start id. Sorted set, by the name of a state: ladders by since when they are
+    in it."""
+    return f"{prefix}ladders:{bucket_key_or_state}"
+
+
+def watched(prefix: str) -> str:
+    """Hash: the kinds that cancel any ladder."""
+    return f"{prefix}watched"
+
+
+def noticed(prefix: str, bucket_key: str) -> str:
+    """Hash: kind → the bucket's last event of it, of the kinds that cancel any ladder."""
+    return f"{prefix}noticed:{bucket_key}"
+
+
 def policy(prefix: str, flow: str) -> str:
     """Hash: policy version → policy of the flow."""
     return f"{prefix}policy:{flow}"

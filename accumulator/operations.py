@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Any, Final, NamedTuple, TypeVar
 
 from accumulator import keys
+from accumulator.emission import is_emission
 from accumulator.envelope import Event, check_bucket_key, check_event_id
 from accumulator.errors import (
     AccumulatorError,
@@ -25,6 +26,7 @@ from accumulator.errors import (
     UnknownFlow,
 )
 from accumulator.health import Health, beat, end, read_health, read_setup
+from accumulator.ladder_operations import LadderOperations
 from accumulator.manifest import RELATIONS, Contents, Manifest, StoredEvent, read_manifest, replay
 from accumulator.policy import Policy
 from accumulator.store import Call, Operation, Reply, answer, as_pairs, as_stream
@@ -302,7 +304,7 @@ def _flow(bucket_key: str) -> str:
     return bucket_key.split(":", 2)[1]
 
 
-class Operations:
+class Operations(LadderOperations):
     """The operations on one namespace.
 
     `partitions` is the count the namespace must have; None takes what is there, or 64 for a new one. `clock` gives the
@@ -460,7 +462,7 @@ class Operations:
             Call.run(
                 "number_policy",
                 keys.meta(self.namespace),
-                flow,
+                f"flow:{flow}",
                 policy.canonical_json(),
                 "1" if only_new else "0",
             )
@@ -746,9 +748,11 @@ class Operations:
         return found
 
     def manifest(self, window_id: str) -> Operation[Manifest | None]:
-        """A manifest with its events, or None where there is none of that id."""
+        """A manifest with its events, or None where there is none of that id; an emission's id is none."""
         yield from self.connect()
         prefix = self.prefix_of_window(window_id)
+        if is_emission(window_id):
+            return None
         replies = yield [
             Call(("HGETALL", keys.manifest(prefix, window_id))),
             Call(("GET", keys.kept(prefix, window_id))),
@@ -760,6 +764,21 @@ class Operations:
             keys.events(prefix, window_id), fields[b"bucket"].decode(), answer(replies[1])
         )
         return read_manifest(window_id, fields, contents)
+
+    def find_event(self, bucket_key: str, event_id: str) -> Operation[Event | None]:
+        """An event by its id, as last delivered: in the open window, a manifest that is kept, or the queue for
+        reconciliation."""
+        for entry in reversed((yield from self.open_events(bucket_key))):
+            if entry.event.event_id == event_id:
+                return entry.event
+        for manifest in reversed((yield from self.manifests(bucket_key))):
+            for entry in reversed(manifest.events):
+                if entry.event.event_id == event_id:
+                    return entry.event
+        for item in reversed((yield from self.reconciliation())):
+            if (item.event.bucket_key, item.event.event_id) == (bucket_key, event_id):
+                return item.event
+        return None
 
     def open_events(self, bucket_key: str) -> Operation[tuple[StoredEvent, ...]]:
         """The events of the bucket's open window, in order; empty where none is open."""

@@ -28,8 +28,9 @@ from rq.worker import DequeueStrategy
 
 from accumulator import logs
 from accumulator.client import Accumulator
+from accumulator.emission import is_emission
 from accumulator.errors import AccumulatorError, HandlerMissing, InternalError
-from accumulator.handlers import Timeout, find_handler, load_handlers
+from accumulator.handlers import Timeout, find_handler, load_handlers, longest_step
 from accumulator.operations import Taken
 from accumulator.pulse import Pulse
 from accumulator.role import SLICE, Role
@@ -128,7 +129,8 @@ class Dispatcher(Role):
 
 def _job(taken: Taken, flow: str, options: RqSink) -> Any:
     try:
-        timeout = find_handler(flow).timeout
+        # Which ladder it is of is not known here.
+        timeout = longest_step() or _USUAL_TIMEOUT if is_emission(taken.window_id) else find_handler(flow).timeout
     except HandlerMissing:
         timeout = _USUAL_TIMEOUT  # the RQ worker may know more than we do; else it says so
     return rq.Queue.prepare_data(

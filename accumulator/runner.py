@@ -11,7 +11,8 @@ from time import monotonic
 from typing import Final, TypeVar
 
 from accumulator.client import Accumulator
-from accumulator.context import Context, LeaseLost, NeedsApproval, Uncertain
+from accumulator.context import Context, LeaseLost, NeedsApproval, StepContext, Uncertain, Work
+from accumulator.emission import Emission, is_emission
 from accumulator.errors import AccumulatorError, HandlerMissing, ServerError
 from accumulator.handlers import (
     Diverged,
@@ -21,6 +22,7 @@ from accumulator.handlers import (
     Superseded,
     cause_of,
     find_handler,
+    find_step_handler,
 )
 from accumulator.logs import get_logger, place
 from accumulator.manifest import Manifest
@@ -50,7 +52,7 @@ class Attempt:
     """One attempt at a manifest: begin, read, handle, settle. Made once; what is granted to it is granted to no other.
 
     `bucket_key` saves a call where it is known. `limit` is the guard its handler runs under; `find` gives the handler
-    of a flow or raises HandlerMissing.
+    of a flow or raises HandlerMissing, `find_step` that of a ladder and of what it emitted.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Attempt:
         bucket_key: str | None = None,
         limit: Guard = _unlimited,
         find: Callable[[str], Handler] = find_handler,
+        find_step: Callable[[Emission], Handler | None] = find_step_handler,
     ) -> None:
         self.accumulator = accumulator
         self.window_id = window_id
@@ -71,9 +74,11 @@ class Attempt:
         """When its handler is past its timeout, by the monotonic clock; None while none runs."""
         self._limit = limit
         self._find = find
+        self._find_step = find_step
         self._handler: Handler | None = None
         self._lease_until = 0.0
         self._group: tuple[Manifest, ...] = ()
+        self._emission: Emission | None = None
         self._lock = threading.Lock()
         self._ended = False
         self._log = get_logger("runner").bind(window_id=window_id, attempt=attempt)
@@ -82,6 +87,9 @@ class Attempt:
         """How it ended, as settle takes it; None where this attempt had or has no say. Raises nothing of the handler's;
         ServerError where it could not even begin: then the manifest's watch brings it back."""
         store, operations = self.accumulator.store, self.accumulator.operations
+        if is_emission(self.window_id):
+            self._emission = _keep_trying(lambda: store.perform(operations.emission(self.window_id)), PATIENCE)
+            self.bucket_key = None if self._emission is None else self._emission.bucket_key
         key = self.bucket_key or _keep_trying(lambda: store.perform(operations.owner(self.window_id)), PATIENCE)
         if key is None:
             self._log.error("manifest_unknown")
@@ -89,25 +97,37 @@ class Attempt:
         self.bucket_key = key
         flow = key.split(":", 2)[1]
         self._log = self._log.bind(flow=flow, bucket_key=key)
+        missing = False
         try:
-            handler = self._handler = self._find(flow)
+            if self._emission is None:
+                handler: Handler | None = self._find(flow)
+            else:
+                self._log = self._log.bind(ladder=self._emission.ladder)
+                handler = self._find_step(self._emission)
         except HandlerMissing:
-            handler = None
+            handler, missing = None, True
+        self._handler = handler
         lease = LEASE_MARGIN + handler.timeout if handler else _BRIEF_LEASE
         most = handler.max_attempts if handler else 0
         self._lease_until = monotonic() + lease / 1000
         try:
-            grant = _keep_trying(
-                lambda: store.perform(operations.begin(self.window_id, self.attempt, self.token, lease, most)), PATIENCE
+            begin = operations.begin if self._emission is None else operations.begin_emission
+            state, granted = _keep_trying(
+                lambda: store.perform(begin(self.window_id, self.attempt, self.token, lease, most)), PATIENCE
             )
-            if grant.manifest is None:
-                self._log.debug("not_granted", state=grant.state)
+            if granted is None:
+                self._log.debug("not_granted", state=state)
                 return None
-            self._group = self._hand_over(grant.manifest)
+            if isinstance(granted, Emission):
+                self._emission = granted
+            else:
+                self._group = self._hand_over(granted)
         except ServerError:
             raise
         except AccumulatorError as problem:
             return self._settle(Ending("failed", cause_of(problem), 60_000, text=str(problem)))
+        if handler is None and not missing:
+            return self._settle(Ending("confirmed", "no_handler"))  # nobody wants to know
         if handler is None:
             self._log.error("handler_missing")
             return self._settle(Ending("returned", "HandlerMissing", self._pause()))
@@ -132,13 +152,13 @@ class Attempt:
         seconds = min(handler.timeout / 1000, self._lease_until - monotonic() - LEASE_MARGIN / 2000)
         if seconds <= 0:
             return self._settle(Ending("returned", "BeganLate", 1_000))
-        ctx = Context(self.accumulator, handler, self._group, self.token, seconds)
+        ctx = self._context(handler, seconds)
         self.deadline = monotonic() + seconds
         try:
             odd = next((m.anomaly for m in self._group if m.anomaly), None)
             if odd is not None:
                 ending = Ending("reconciling", odd)
-            elif not handler.loads and {e.event.kind for e in ctx.events} & set(ctx.policy.requery_kinds):
+            elif isinstance(ctx, Context) and not handler.loads and _must_load(ctx):
                 ending = Ending("returned", "NeedsLoad", self._pause())
             else:
                 with self._limit(seconds):
@@ -148,6 +168,11 @@ class Attempt:
             ending = _ending(error, handler, ctx)
         self.deadline = None
         return self._settle(ending)
+
+    def _context(self, handler: Handler, seconds: float) -> Context | StepContext:
+        if self._emission is not None:
+            return StepContext(self.accumulator, handler, self._emission, self.token, seconds)
+        return Context(self.accumulator, handler, self._group, self.token, seconds)
 
     def give_up(self, cause: str) -> str | None:
         """Ends the attempt from another thread while its handler still runs: what that does from now on changes
@@ -163,6 +188,8 @@ class Attempt:
 
     def _failures(self) -> int:
         """Failed attempts before this one."""
+        if self._emission is not None:
+            return self._emission.failures
         return self._group[-1].failures if self._group else 0
 
     def _settle(self, ending: Ending, by_other: bool = False) -> str | None:
@@ -195,7 +222,7 @@ class Attempt:
             told = _keep_trying(lambda: settle(ending), self._lease_until - monotonic())
             if told in ("effects_begun", "no_newer_window"):
                 # It can't give way: it is an attempt like any other that failed.
-                failures = self._group[-1].failures + 1
+                failures = self._failures() + 1
                 ending = Ending("failed", told, self._handler.delay(failures) if self._handler else 1_000)
                 told = _keep_trying(lambda: settle(ending), self._lease_until - monotonic())
         except AccumulatorError as problem:
@@ -228,14 +255,18 @@ class Ending:
     checkpoint: str = ""
 
 
-def _ending(error: BaseException, handler: Handler, ctx: Context) -> Ending:
+def _must_load(ctx: Context) -> bool:
+    return not {e.event.kind for e in ctx.events}.isdisjoint(ctx.policy.requery_kinds)
+
+
+def _ending(error: BaseException, handler: Handler, ctx: Work) -> Ending:
     cause, where = cause_of(error), place(error)
     text = f"{cause}: {_message(error, ctx)}"
     if isinstance(error, LeaseLost):
         return Ending("lost", cause)
     if isinstance(error, NeedsApproval):
         return Ending("awaiting_approval", "proposed", handler.approval_limit)
-    if isinstance(error, Superseded):
+    if isinstance(error, Superseded) and isinstance(ctx, Context):
         return Ending("superseded", cause)
     if isinstance(error, Uncertain):
         return Ending("uncertain", "effect", text=text)
@@ -247,7 +278,7 @@ def _ending(error: BaseException, handler: Handler, ctx: Context) -> Ending:
     return Ending("failed", cause, delay, text, where)
 
 
-def _message(error: BaseException, ctx: Context) -> str:
+def _message(error: BaseException, ctx: Work) -> str:
     """What the error says, as far as it can be kept: short, valid text that quotes no payload."""
     try:
         text = str(error)[:100_000].encode(errors="replace").decode()
@@ -313,6 +344,10 @@ class DirectRunner(Role):
         """What runs for a flow. Raises HandlerMissing."""
         return find_handler(flow)
 
+    def find_step(self, emission: Emission) -> Handler | None:
+        """What runs for what a ladder emitted; None where nothing is to be done. Raises HandlerMissing."""
+        return find_step_handler(emission)
+
     def step(self) -> None:
         while self._turns.active and len(self._slots) < self._threads:
             self._kept += 1
@@ -374,7 +409,12 @@ class DirectRunner(Role):
                     if slot.replaced:
                         return  # it stopped meanwhile: the manifest's watch brings it back
                     slot.attempt = Attempt(
-                        self.accumulator, taken.window_id, taken.attempt, taken.bucket_key, find=self.find
+                        self.accumulator,
+                        taken.window_id,
+                        taken.attempt,
+                        taken.bucket_key,
+                        find=self.find,
+                        find_step=self.find_step,
                     )
                     slot.attempt.run()
                     self._turns.ended(taken.bucket_key)

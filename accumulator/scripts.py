@@ -22,6 +22,7 @@ NAMES = (
     "flush",
     "hold",
     "load_policy",
+    "move_ladder",
     "number_policy",
     "record",
     "resolve",
@@ -29,6 +30,7 @@ NAMES = (
     "settle",
     "show",
     "stage",
+    "start_ladder",
     "take",
     "tick",
 )

@@ -13,11 +13,21 @@ from typing import Annotated, Any, Final, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    SkipValidation,
+    ValidationError,
+)
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from accumulator.errors import InvalidSettings
 from accumulator.keys import MAX_PARTITIONS, check_namespace
+from accumulator.ladders import Ladder
 from accumulator.policy import Policy, broken, duration_option, first_problem, flow_problem, shown, whole_number
 
 __all__ = ["MAX_CONFIG_BYTES", "Config", "RqServer", "RqSink", "Settings", "WebhookSink", "find_config", "load_yaml"]
@@ -284,6 +294,16 @@ def _part(model: type[P], values: object, where: str) -> P:
     raise InvalidSettings(f"{where}.{field}", rule)
 
 
+def _ladders(values: object) -> dict[str, Ladder]:
+    if values is None:
+        values = {}
+    if not isinstance(values, Mapping):
+        raise InvalidSettings("ladders", f"must map names to ladders, and is {shown(values)}")
+    if len(values) > MAX_FLOWS:
+        raise InvalidSettings("ladders", f"must hold at most {MAX_FLOWS} ladders")
+    return {name: one if isinstance(one, Ladder) else Ladder.load(name, one) for name, one in values.items()}
+
+
 def _sinks(values: object, policies: Mapping[str, Policy]) -> dict[str, RqSink | WebhookSink]:
     """Flow → its sink's options. What contradicts the policies of the same file is refused."""
     if values is None:
@@ -354,6 +374,7 @@ class Config(BaseModel):
         (), description="modules that register handlers when they are imported"
     )
     policies: dict[str, Policy] = Field({}, description="flow → policy")
+    ladders: dict[str, SkipValidation[Ladder]] = Field({}, description="name → ladder of reminders")
     sinks: dict[str, RqSink | WebhookSink] = Field({}, description="flow → options of its sink")
     rq: RqServer = Field(RqServer(), description="RQ's server and usual queue")
     max_in_flight: Annotated[dict[str, int], BeforeValidator(_limits)] = Field(
@@ -378,6 +399,7 @@ class Config(BaseModel):
         rq = values.get("rq")
         parts = {
             "policies": read,
+            "ladders": _ladders(values.get("ladders")),
             "sinks": _sinks(values.get("sinks"), read),
             "rq": RqServer() if rq is None else _part(RqServer, rq, "rq"),
         }

@@ -18,8 +18,10 @@ from typing import Any, Final
 from accumulator import keys
 from accumulator.client import Accumulator
 from accumulator.embedded import EmbeddedServer
+from accumulator.emission import EVENTS
 from accumulator.envelope import Event
-from accumulator.errors import AccumulatorError, InvalidInput, InvalidScenario, UnknownFlow
+from accumulator.errors import AccumulatorError, InvalidInput, InvalidScenario, UnknownFlow, UnknownLadder
+from accumulator.ladders import Ladder
 from accumulator.operations import Operations, Outcome, Receipt
 from accumulator.policy import MAX_DURATION_MS, Policy, duration_option, shown
 from accumulator.settings import load_yaml
@@ -27,8 +29,15 @@ from accumulator.store import Store
 
 PARTITIONS: Final = 4
 DEFAULT_START: Final = datetime(2026, 1, 1, tzinfo=UTC)
-_FIELDS: Final = frozenset({"name", "about", "start", "policies", "workers_down", "steps", "end", "expect"})
-_ACTIONS: Final = ("push", "flush", "hold", "retract", "policy")
+_FIELDS: Final = frozenset({"name", "about", "start", "policies", "ladders", "workers_down", "steps", "end", "expect"})
+LADDER_STEPS: Final = {
+    "start_ladder": ("anchor", "anchor_at", "args", "start_id", "ignore_earlier"),
+    "reschedule": ("anchor", "anchor_at", "start_id"),
+    "cancel_ladder": ("start_id", "reason"),
+    "pause_ladder": ("start_id",),
+    "resume_ladder": ("start_id",),
+}
+_ACTIONS: Final = ("push", "flush", "hold", "retract", "policy", *LADDER_STEPS)
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _MS: Final = timedelta(milliseconds=1)
 _runs = count(1)
@@ -107,6 +116,15 @@ def _policies(given: object, index: int | None = None) -> dict[str, Policy]:
         raise InvalidScenario(field, str(problem), index) from None
 
 
+def _ladders(given: object) -> dict[str, Ladder]:
+    try:
+        return {name: Ladder.load(name, options) for name, options in _mapping(given, "ladders").items()}
+    except InvalidScenario:
+        raise
+    except InvalidInput as problem:
+        raise InvalidScenario("ladders", str(problem)) from None
+
+
 def _event(given: object, step: int, start: int, at: int) -> Event:
     fields = dict(_mapping(given, "push", step))
     if "occurred" in fields:
@@ -144,6 +162,8 @@ class _Run:
         self.operations: Operations = self.accumulator.operations
         self.store = store
         self.receipts: list[tuple[Event, Receipt]] = []
+        self.started: dict[str, int] = {}  # ladder id → how much of its timeline was told
+        self.ladder_events: list[dict[str, Any]] = []
         self.down = [
             (self.start + _span(a, "workers_down"), self.start + _span(b, "workers_down"))
             for a, b in (self._pair(span) for span in _list(scenario.get("workers_down", []), "workers_down"))
@@ -159,6 +179,8 @@ class _Run:
     def run(self) -> Answer:
         for flow, policy in _policies(self.scenario.get("policies", {})).items():
             self._load(flow, policy)
+        for name, ladder in _ladders(self.scenario.get("ladders", {})).items():
+            self.accumulator.load_ladder(name, ladder)
         at = 0
         for index, given in enumerate(_list(self.scenario.get("steps", []), "steps")):
             step = _mapping(given, "step", index)
@@ -175,6 +197,7 @@ class _Run:
             self._work_until(self.start + at, inclusive=False)
             self.now = self.start + at
             self._step(index, actions[0], step[actions[0]], at)
+            self._follow()
         end = max(at, _span(self.scenario["end"], "end")) if "end" in self.scenario else at
         self._work_until(self.start + end, inclusive=True)
         self.now = self.start + end
@@ -194,6 +217,8 @@ class _Run:
             elif action == "policy":
                 for flow, policy in _policies(given, index).items():
                     self._load(flow, policy)
+            elif action in LADDER_STEPS:
+                self._move(index, action, _mapping(given, action, index))
             else:
                 fields = _mapping(given, action, index)
                 optional = {
@@ -217,12 +242,67 @@ class _Run:
                     self.accumulator.hold(key, _span(fields["for"], "for", index))
                 else:
                     self.accumulator.retract(key, fields["event_id"])
-        except UnknownFlow as problem:
+        except (UnknownFlow, UnknownLadder) as problem:
             raise InvalidScenario(action, str(problem), index) from None
         except InvalidScenario:
             raise
         except InvalidInput as problem:
             raise InvalidScenario(problem.field, problem.rule, index) from None
+
+    def _move(self, index: int, action: str, given: Mapping[str, Any]) -> None:
+        _known(given, ("ladder", "bucket_key", *LADDER_STEPS[action]), index)
+        for name in ("ladder", "bucket_key"):
+            if not isinstance(given.get(name), str):
+                raise InvalidScenario(name, "must be given, as text", index)
+        if "anchor" in given and "anchor_at" in given:
+            raise InvalidScenario("anchor", "and anchor_at exclude each other", index)
+        anchor = given.get("anchor_at")
+        if "anchor" in given:
+            anchor = _instant(self.start + _span(given["anchor"], "anchor", index, signed=True))
+        ladder, key, start_id = given["ladder"], given["bucket_key"], given.get("start_id")
+        which = (key, ladder) if start_id is None else (key, ladder, start_id)
+        if action == "start_ladder":
+            earlier = given.get("ignore_earlier", False)
+            if not isinstance(earlier, bool):
+                raise InvalidScenario("ignore_earlier", "must be true or false", index)
+            started = self.accumulator.start_ladder(
+                ladder, key, anchor, given.get("args"), start_id=start_id, ignore_earlier=earlier
+            )
+            self.started.setdefault(started.ladder_id, 0)
+        elif action == "reschedule":
+            if anchor is None:
+                raise InvalidScenario("anchor", "is missing", index)
+            self.accumulator.reschedule_ladder(which, anchor)
+        elif action == "cancel_ladder":
+            self.accumulator.cancel_ladder(which, given.get("reason", "scenario"))
+        else:
+            getattr(self.accumulator, action)(which)
+
+    def _follow(self) -> None:
+        """Notes what ladders emitted since this was last called, in order."""
+        if not self.started:
+            return
+        pushed = {event.event_id: i for i, (event, _) in enumerate(self.receipts)}
+        found = []
+        for order, (ladder_id, told) in enumerate(self.started.items()):
+            run = self.accumulator.ladder(ladder_id)
+            if run is None or len(run.timeline) == told:
+                continue
+            news = [h for h in run.timeline[told:] if h.event in (*EVENTS, "exhausted")]
+            self.started[ladder_id] = len(run.timeline)
+            cause = pushed.get(run.by_event, 0) if run.by_event is not None else 0
+            for happened in news:
+                emission = happened.emission_id and self.accumulator.emission(happened.emission_id)
+                due = emission.due_at if emission else happened.at
+                told_as = {
+                    "ladder": run.ladder,
+                    "bucket_key": run.bucket_key,
+                    "event": happened.event,
+                    "step": happened.step,
+                    "at": happened.at - self.start,
+                }
+                found.append(((min(due, happened.at), cause, order), told_as))
+        self.ladder_events += [told for _, told in sorted(found, key=lambda each: each[0])]
 
     def _work_until(self, until: int, inclusive: bool) -> None:
         """The worker acts at every instant at which something falls due, but while it is down."""
@@ -241,6 +321,7 @@ class _Run:
                     raise tick
                 if tick.failure:
                     raise AccumulatorError(f"tick failed: {tick.failure}")
+            self._follow()
             due = min(
                 (t.next_due for t in ticks if not isinstance(t, AccumulatorError) and t.next_due is not None),
                 default=None,
@@ -276,7 +357,7 @@ class _Run:
         def total(*names: str) -> int:
             return sum(counted.get(name, 0) for name in names)
 
-        return {
+        answer: Answer = {
             "outcomes": [_outcome(receipt) for _, receipt in self.receipts],
             "manifests": [
                 {
@@ -312,6 +393,9 @@ class _Run:
                 "closed": total("closed"),
             },
         }
+        if "ladders" in self.scenario:
+            answer["ladder_events"] = self.ladder_events
+        return answer
 
     def drop(self) -> None:
         """Leaves nothing of this scenario on the server."""

@@ -2,7 +2,8 @@
 
 POST, with a JSON object as its body: ``window_id``, ``bucket_key``, ``attempt`` and ``manifests``, a list of what is
 handed over, the oldest first: one manifest, or all that waited (``handover: together``); the last is the one that
-``window_id`` names. Instants are in ms; a payload of bytes is base64 in ``payload_bytes``.
+``window_id`` names. What a ladder emitted is an object with ``ladder``, ``event``, ``step``, ``attributes``, ``args``
+and more, under the step's idempotency key. Instants are in ms; a payload of bytes is base64 in ``payload_bytes``.
 
 Headers: ``Idempotency-Key`` (the window id: the same in each attempt), ``Accumulator-Attempt``,
 ``Accumulator-Timestamp`` (seconds) and ``Accumulator-Signature``: ``v1=`` and the hex HMAC-SHA256, under the secret, of
@@ -31,7 +32,8 @@ import httpx
 import orjson
 
 from accumulator.client import Accumulator
-from accumulator.context import Context
+from accumulator.context import Context, StepContext
+from accumulator.emission import Emission
 from accumulator.envelope import MISSING
 from accumulator.errors import HandlerMissing, InvalidSettings
 from accumulator.handlers import DEFAULT, Handler, PermanentError
@@ -135,6 +137,15 @@ def body_of(manifests: Sequence[Manifest]) -> bytes:
     return orjson.dumps(told | {"manifests": [_manifest(manifest) for manifest in manifests]})
 
 
+def emission_body(emission: Emission) -> bytes:
+    """The body for what a ladder emitted."""
+    names = (
+        *("emission_id", "ladder", "ladder_id", "bucket_key", "event", "step", "attributes", "args", "anchor_at"),
+        *("due_at", "emitted_at", "start_id", "by_event", "reason", "attempt"),
+    )
+    return orjson.dumps({name: getattr(emission, name) for name in names})
+
+
 def sign(secret: str, timestamp: int, body: bytes) -> str:
     """The signature of a body sent at `timestamp` (s)."""
     return "v1=" + hmac.new(secret.encode(), b"%d." % timestamp + body, hashlib.sha256).hexdigest()
@@ -187,7 +198,10 @@ def public_addresses(host: str, port: int, resolve: Resolve = socket.getaddrinfo
 
 
 def deliver(
-    endpoint: Endpoint, manifests: Sequence[Manifest], client: httpx.Client, resolve: Resolve = socket.getaddrinfo
+    endpoint: Endpoint,
+    handed: Sequence[Manifest] | Emission,
+    client: httpx.Client,
+    resolve: Resolve = socket.getaddrinfo,
 ) -> None:
     """Sends what is handed over. Raises Refused or Failed; their texts hold neither payload nor secret."""
     until = monotonic() + endpoint.timeout / 1000
@@ -201,12 +215,16 @@ def deliver(
         port = url.port or (443 if url.scheme == "https" else 80)
         targets = [url.copy_with(host=address) for address in public_addresses(host, port, resolve)]
         extensions = {"sni_hostname": host}
-    body, stamp, last = body_of(manifests), int(time()), manifests[-1]
+    stamp = int(time())
+    if isinstance(handed, Emission):
+        body, key, attempt = emission_body(handed), handed.key, handed.attempt
+    else:
+        body, key, attempt = body_of(handed), handed[-1].window_id, handed[-1].attempt
     headers = {
         "Host": url.netloc.decode(),
         "Content-Type": "application/json",
-        "Idempotency-Key": last.window_id,
-        "Accumulator-Attempt": str(last.attempt),
+        "Idempotency-Key": key,
+        "Accumulator-Attempt": str(attempt),
         "Accumulator-Timestamp": str(stamp),
         "Accumulator-Signature": sign(endpoint.secret, stamp, body),
         "User-Agent": "event-accumulator",
@@ -303,14 +321,17 @@ class WebhookRunner(DirectRunner):
             raise HandlerMissing(flow)
         return found
 
+    def find_step(self, emission: Emission) -> Handler:
+        return self.find(emission.flow)
+
     def close(self) -> None:
         super().close()
         for client in self._clients.values():
             client.close()
 
 
-def _hand_over(endpoint: Endpoint, client: httpx.Client, ctx: Context) -> None:
+def _hand_over(endpoint: Endpoint, client: httpx.Client, ctx: Context | StepContext) -> None:
     try:
-        deliver(endpoint, ctx.manifests, client)
+        deliver(endpoint, ctx.emission if isinstance(ctx, StepContext) else ctx.manifests, client)
     finally:
         client.cookies.clear()  # one answer says nothing to the next request

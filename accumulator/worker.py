@@ -23,7 +23,7 @@ from accumulator import logs
 from accumulator.client import Accumulator
 from accumulator.closer import Closer
 from accumulator.errors import AuthenticationFailed, InvalidSettings, MissingRight, ServerError
-from accumulator.handlers import DEFAULT, load_handlers, missing_handlers
+from accumulator.handlers import DEFAULT, load_handlers, missing_handlers, missing_step_handlers
 from accumulator.janitor import Janitor
 from accumulator.policy import Policy
 from accumulator.pulse import Pulse
@@ -144,6 +144,8 @@ class Worker:
         policies = {flow: policy for flow, (_, policy) in store.perform(operations.policies()).items()}
         for flow in missing_handlers(policies):
             self.log.error("handler_missing", flow=flow, sink=policies[flow].sink)
+        for name in missing_step_handlers(store.perform(operations.ladder_definitions())):
+            self.log.warning("handler_missing", ladder=name)
         if "webhook" in self._names:
             for flow, policy in policies.items():
                 if policy.sink == "webhook" and not {flow, DEFAULT} & self.endpoints.keys():
@@ -170,6 +172,16 @@ class Worker:
             elif _differs(found[1], policy) and flow not in self._warned:
                 self._warned.add(flow)
                 self.log.warning("policy_differs", flow=flow, version=found[0], remedy="accumulator policy load")
+        definitions = store.perform(operations.ladder_definitions())
+        for name, ladder in self.config.ladders.items():
+            known = definitions.get(name)
+            if known is None:
+                made = store.perform(operations.load_ladder(ladder, True))
+                self.log.info("ladder_installed", ladder=name, version=made.version)
+            elif known[1].options != ladder.options and f"ladder:{name}" not in self._warned:
+                self._warned.add(f"ladder:{name}")
+                self.log.warning("ladder_differs", ladder=name, version=known[0], remedy="accumulator ladder load")
+        store.perform(operations.watch())
         behind = store.perform(operations.repair_policies())
         if behind:
             self.log.warning("policies_repaired", partitions=behind)

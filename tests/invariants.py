@@ -27,6 +27,7 @@ REASONS = {
     "inactivity", "max_age", "max_events", "max_bytes", "max_weight", "terminal", "starter", "cutoff", "deadline",
     "policy_change", "flush",
 }  # fmt: skip
+TURN = {"closed", "dispatched", "processing", "retrying", "awaiting_approval"}
 ATTENTION = {"dead", "uncertain", "reconciling", "awaiting_approval"}
 # Of these the window ends by the clock alone, strictly after its last acceptance.
 BY_CLOCK = {"inactivity", "max_age", "cutoff"}
@@ -37,13 +38,15 @@ CODES = {
 
 SINGLE = {
     "timers": "zset", "open": "zset", "outbox": "zset", "attention": "zset", "reconcile": "stream", "audit": "stream",
-    "stats": "hash", "orphans": "hash", "inflight": "hash", "unrecorded": "set",
+    "stats": "hash", "watched": "hash", "orphans": "hash", "inflight": "hash", "unrecorded": "set",
 }  # fmt: skip
 NAMED = {
     "bucket": "hash", "ids": "hash", "order": "hash", "manifests": "zset", "manifest": "hash", "policy": "hash",
     "events": "stream", "kept": "string", "effects": "hash", "stages": "hash", "checkpoint": "string",
-    "tenants": "list", "ready": "list", "stray": "stream",
+    "tenants": "list", "ready": "list", "ladder": "hash", "ladderargs": "string", "ladderdef": "hash",
+    "ladders": "hash", "noticed": "hash", "stray": "stream",
 }  # fmt: skip
+LADDER_STATES = ("running", "paused", "cancelled", "exhausted", "escalated")
 WINDOW_ID = re.compile(r"[0-9a-z]{20,}")
 
 # A stream through a script, since the client's XRANGE gives a dict, which would hide a field that is there twice.
@@ -226,6 +229,8 @@ class Partition:
                 wanted = SINGLE.get(name) if not rest else NAMED.get(head)
                 if re.fullmatch(r"ids\.\d+", head) and rest:
                     wanted = "hash"
+                if head == "ladders" and rest in LADDER_STATES:
+                    wanted = "zset"
                 if wanted != kind:
                     yield f"{name} is a {kind}, and by its name {wanted or 'nothing known'}"
                     continue
@@ -249,6 +254,10 @@ class Partition:
         """What stands after `kind:` in the names of the keys of that kind."""
         known = [*self.hashes, *self.zsets, *self.lists, *self.logs, *self.texts]
         return [name.partition(":")[2] for name in known if name.startswith(f"{kind}:")]
+
+    def closed(self) -> list[str]:
+        """Ids of closed windows: of manifests that no ladder emitted."""
+        return [window_id for window_id in self.named("manifest") if "s" not in window_id[20:]]
 
     def policy(self, bucket_key: str, version: str) -> dict[str, Any]:
         for flow in (bucket_key.split(":")[1], "default"):
@@ -279,11 +288,13 @@ class Partition:
         for key in self.named("bucket"):
             yield from self.open_window(key, self.hashes[f"bucket:{key}"])
         yield from self.indices()
-        for window_id in self.named("manifest"):
+        for window_id in self.closed():
             yield from self.manifest(window_id, self.hashes[f"manifest:{window_id}"])
         for key in self.named("manifests"):
             yield from self.succession(key)
         yield from self.turns()
+        yield from self.ladders()
+        yield from self.emissions()
         yield from self.queues()
         yield from self.retention()
         yield from self.known_ids()
@@ -294,7 +305,7 @@ class Partition:
         """Each key lies in the partition that its bucket key or window id names."""
         for kind in (*NAMED, *(name.partition(":")[0] for name in self.hashes if re.match(r"ids\.\d+:", name))):
             for rest in self.named(kind):
-                if kind in ("policy", "ready", "tenants"):
+                if kind in ("policy", "ready", "tenants", "ladderdef") or rest in LADDER_STATES:
                     continue
                 if ":" in rest:
                     home = zlib.crc32(rest.encode()) % self.count
@@ -409,9 +420,11 @@ class Partition:
                 yield f"timer {member} has no open window"
             elif kind in ("m:", "p:", "x:") and f"manifest:{rest}" not in self.hashes:
                 yield f"timer {member} has no manifest"
+            elif kind in ("l:", "y:") and f"ladder:{rest}" not in self.hashes:
+                yield f"timer {member} has no ladder"
             elif kind == "r:" and f"bucket:{rest}" not in self.hashes:
                 yield f"timer {member} has no bucket"
-            elif kind not in ("w:", "m:", "p:", "x:", "r:"):
+            elif kind not in ("w:", "m:", "p:", "x:", "r:", "l:", "y:"):
                 yield f"timer {member} is of no known kind"
         for name in ("outbox", "attention"):
             for window_id in self.zsets.get(name, {}):
@@ -569,7 +582,7 @@ class Partition:
     def turns(self) -> Iterator[str]:
         """A closed manifest is ready exactly once, or waits behind the one of its bucket whose turn it is, or for the
         window that it gave way to."""
-        for window_id in self.named("manifest"):
+        for window_id in self.closed():
             fields = self.hashes[f"manifest:{window_id}"]
             policy = self.policy(fields["bucket"], fields["policy"])
             if fields["state"] != "closed" or not policy:
@@ -588,6 +601,65 @@ class Partition:
                 state = self.hashes.get(f"manifest:{turn}", {}).get("state")
                 if state not in ("closed", "dispatched", "processing", "retrying", "awaiting_approval"):
                     yield f"bucket {key}: it is the turn of {turn}, which is {state}"
+
+    def ladders(self) -> Iterator[str]:
+        """A ladder stands in the list of its state, has one timer, and what it emitted goes in order."""
+        timers = self.zsets.get("timers", {})
+        for ladder_id in self.named("ladder"):
+            fields = self.hashes[f"ladder:{ladder_id}"]
+            where, state, name = f"ladder {ladder_id}", fields["state"], fields["name"]
+            listed = [one for one in LADDER_STATES if ladder_id in self.zsets.get(f"ladders:{one}", {})]
+            if listed != [state]:
+                yield f"{where}: is {state}, and stands among the {listed}"
+            wanted = {"running": ["l:"], "paused": []}.get(state, ["y:"])
+            if (timed := [kind for kind in ("l:", "y:") if f"{kind}{ladder_id}" in timers]) != wanted:
+                yield f"{where}: is {state}, and has the timers {timed}"
+            own = f"start:{name}:{fields['start']}" if "start" in fields else f"only:{name}"
+            if "start" not in fields and wanted == ["y:"]:
+                own = f"ended:{ladder_id}"
+            index = self.hashes.get(f"ladders:{fields['bucket']}", {})
+            if index.get(own) not in (ladder_id, name):
+                yield f"{where}: is {state}, and its bucket's index says {index}"
+            if ("args" in fields) == (f"ladderargs:{ladder_id}" in self.texts):
+                yield f"{where}: has no arguments, or two"
+            if fields["definition"] not in self.hashes.get(f"ladderdef:{name}", {}):
+                yield f"{where}: its definition is missing"
+            emitted = [f"{ladder_id}s{n}" for n in range(1, int(fields["emitted"]) + 1)]
+            states = {one: self.hashes.get(f"manifest:{one}", {}).get("state") for one in emitted}
+            if None in states.values():
+                yield f"{where}: what it emitted is {states}"
+            steps = [self.hashes[f"manifest:{one}"]["step"] for one in emitted if states[one]]
+            if len(set(steps)) < len(steps):
+                yield f"{where}: a step was emitted twice: {steps}"
+            turn = fields.get("turn")
+            if turn is not None and states.get(turn) not in TURN:
+                yield f"{where}: it is the turn of {turn}, which is {states.get(turn)}"
+            for one, is_ in states.items():
+                ready = self.ready(self.hashes[f"manifest:{one}"]).count(one)
+                if is_ == "closed" and (turn is None or ready != (turn == one)):
+                    yield f"{where}: {one} is closed and {ready} times ready; the turn is {turn}"
+        for key in (key for key in self.named("ladders") if key not in LADDER_STATES):
+            for name, value in self.hashes[f"ladders:{key}"].items():
+                if f"ladder:{name.removeprefix('ended:') if name.startswith('ended:') else value}" not in self.hashes:
+                    yield f"bucket {key}: its index names {name}, which is not there"
+
+    def emissions(self) -> Iterator[str]:
+        """What a ladder emitted is where its state says, as manifests are."""
+        timers = self.zsets.get("timers", {})
+        for window_id in set(self.named("manifest")) - set(self.closed()):
+            fields = self.hashes[f"manifest:{window_id}"]
+            where, state = f"emission {window_id}", fields["state"]
+            if f"ladder:{fields['ladder']}" not in self.hashes:
+                yield f"{where}: its ladder is missing"
+            if (state in SETTLED) == (window_id in self.zsets.get("outbox", {})):
+                yield f"{where}: is {state}, and its place in the outbox says otherwise"
+            if (state in ATTENTION) != (window_id in self.zsets.get("attention", {})):
+                yield f"{where}: is {state}, and attention to it says otherwise"
+            ready, timed = self.ready(fields).count(window_id), f"m:{window_id}" in timers
+            if (state in ("dispatched", "retrying") and not (timed or ready)) or (state == "processing" and not timed):
+                yield f"{where}: is {state}, and neither timed nor ready"
+            if timed and state not in TURN:
+                yield f"{where}: is {state}, and has a timer"
 
     def queues(self) -> Iterator[str]:
         """What counts and lists manifests by tenant agrees with them."""
@@ -628,6 +700,7 @@ class Partition:
         for key in self.named("bucket"):
             fields = self.hashes[f"bucket:{key}"]
             kept = "open" in fields or f"manifests:{key}" in self.zsets or "queued" in fields
+            kept = kept or f"ladders:{key}" in self.hashes
             if (not kept or "older" in fields) and f"r:{key}" not in self.zsets.get("timers", {}):
                 yield f"bucket {key}: nothing is open, closed or queued, and it stays for ever: {fields}"
 
@@ -722,7 +795,7 @@ class Partition:
         def total(*names: str) -> int:
             return sum(self.stats.get(name, 0) for name in names)
 
-        manifests = [self.hashes[f"manifest:{w}"] for w in self.named("manifest")]
+        manifests = [self.hashes[f"manifest:{w}"] for w in self.closed()]
         for names, wanted in (
             (("accepted", "revised"), sum(len(window.taken) for window in self.windows.values())),
             (("closed",), len(manifests)),

@@ -19,7 +19,7 @@ from pydantic import SecretStr
 from accumulator import demo
 from accumulator.client import Accumulator
 from accumulator.embedded import EmbeddedServer
-from accumulator.handlers import registered
+from accumulator.handlers import missing_step_handlers, registered
 from accumulator.settings import Config, Settings
 from tests.conftest import StartServer, process_lives, wait_until
 
@@ -36,7 +36,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Config:
         "pedido": {"inactivity": "300ms", "terminal_kinds": ["pago"], "order_by": "source_version", "sink": "direct"},
         "default": {"inactivity": "500ms", "keep": "last", "sink": "direct"},
     }
-    return Config(policies=policies, handlers=["accumulator.demo"])
+    ladder = {"anchor": "start", "steps": [{"name": "a", "offset": "50ms", "channel": "push"}], "cancel_on": ["pago"]}
+    ladder |= {"final_wait": "1d"}
+    return Config(policies=policies, handlers=["accumulator.demo"], ladders={"lembrete": ladder})
 
 
 @pytest.fixture
@@ -77,6 +79,8 @@ def test_the_configuration_that_comes_along_serves_the_samples() -> None:
     flows = {key.split(":")[1] for key in demo.BUCKETS}
     assert flows <= config.policies.keys()
     assert flows | {"default"} <= registered().keys()
+    assert set(config.ladders["lembrete"].cancel_on) & {s.event.kind for s in demo.SAMPLES}
+    assert missing_step_handlers(config.ladders) == []
     kinds = {s.event.kind for s in demo.SAMPLES if s.event.flow == "pedido"}
     assert kinds & set(config.policies["pedido"].terminal_kinds)
     # All of it within 15 seconds: the last sample, its silence, and room.
@@ -100,6 +104,8 @@ def test_a_fresh_namespace_and_then_the_same_again(
     assert "inactivity" in told
     assert "3 edits, the last text is 'Contrato de compra'" in told
     assert "HGETALL" in told
+    assert "aurora:pedido:PED-106 a: by push" in told
+    assert "aurora:pedido:PED-106 cancelled by E9" in told
 
     assert run(quick)
     told = capsys.readouterr().out

@@ -42,6 +42,12 @@ GOLDEN: dict[str, tuple[tuple[str, ...], str]] = {
     "stages": ((PREFIX, WINDOW), "acc:{7}:stages:0mzk1x9q"),
     "checkpoint": ((PREFIX, KEY), "acc:{7}:checkpoint:acme:order:Ü-{1}"),
     "workers": (("acc",), "acc:workers"),
+    "ladder": ((PREFIX, WINDOW), "acc:{7}:ladder:0mzk1x9q"),
+    "ladderargs": ((PREFIX, WINDOW), "acc:{7}:ladderargs:0mzk1x9q"),
+    "ladderdef": ((PREFIX, "dunning"), "acc:{7}:ladderdef:dunning"),
+    "ladders": ((PREFIX, KEY), "acc:{7}:ladders:acme:order:Ü-{1}"),
+    "watched": ((PREFIX,), "acc:{7}:watched"),
+    "noticed": ((PREFIX, KEY), "acc:{7}:noticed:acme:order:Ü-{1}"),
     "policy": ((PREFIX, "order"), "acc:{7}:policy:order"),
 }
 

@@ -20,7 +20,7 @@ import yaml
 import accumulator.handlers
 from accumulator import keys, simulate
 from accumulator.client import Accumulator, AsyncAccumulator
-from accumulator.context import Context
+from accumulator.context import Context, StepContext
 from accumulator.embedded import EmbeddedServer
 from accumulator.handlers import HANDLED_SINKS, STAGES, registered
 from accumulator.health import sign_of_life
@@ -75,10 +75,13 @@ def test_the_calls_are_there_for_both_clients() -> None:
         assert callable(getattr(AsyncAccumulator, name)), name
 
 
+STEP = inspect.getsource(StepContext)
+
+
 def test_what_a_context_has_is_named() -> None:
     for name in re.findall(r"`ctx\.([a-z_]+)", README):
         given = ("manifest", "manifests", "attempt", "results", "approved_by", "left")
-        assert name in given or hasattr(Context, name), name
+        assert name in given or hasattr(Context, name) or f"self.{name}" in STEP or hasattr(StepContext, name), name
 
 
 def test_roles_sinks_stages_and_outcomes() -> None:
@@ -97,6 +100,7 @@ def test_roles_sinks_stages_and_outcomes() -> None:
 @pytest.fixture(autouse=True)
 def _no_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accumulator.handlers, "_registry", {})
+    monkeypatch.setattr(accumulator.handlers, "_steps", {})
     monkeypatch.setattr(accumulator.handlers, "_names", {})
 
 
@@ -182,15 +186,38 @@ def work(acc: Accumulator) -> list[str | None]:
         ]
 
 
+@pytest.mark.namespaces("acc")
+def test_the_invoice_ladder_of_the_page_does_what_it_says(acc: Accumulator, tmp_path: Path) -> None:
+    (text,) = (block for block in blocks("yaml") if "ladders" in block and "expect" not in block)
+    (tmp_path / "c.yaml").write_text(text)
+    ladder = Config.load(tmp_path / "c.yaml").ladders["cobranca"]
+    (block,) = (block for block in blocks("python") if "@step_handler" in block)
+    sent = run(block)["sent"]
+    acc.load_policy("fatura", {"inactivity": "1h", "sink": "direct"})
+    acc.load_ladder("cobranca", ladder)
+    now = datetime.now(UTC)
+    acc.start_ladder("cobranca", "acme:fatura:1", now, {"amount": 300})
+    acc.start_ladder("cobranca", "acme:fatura:2", now, {"amount": 20_000})
+    assert set(work(acc)) == {"confirmed"}
+    work(acc)
+    assert sent[0][:3] == ("antes", "email", 300)
+    assert ("case for", "juridico") in sent
+    acc.push(event_id="p1", bucket_key="acme:fatura:1", kind="pago", source="bank", occurred_at=now)
+    work(acc)
+    assert sent[-1] == ("thanks for", "p1")
+
+
 # --- yaml -------------------------------------------------------------------------------------------------------------
 
 
 def test_the_scenario_holds() -> None:
-    (scenario,) = (found for block in blocks("yaml") if "steps" in (found := yaml.safe_load(block)))
+    scenarios = [found for block in blocks("yaml") if "steps" in (found := yaml.safe_load(block))]
+    assert len(scenarios) == 2
     with simulate.simulator_store() as store:
-        answer = simulate.run_scenario(store, scenario)
-    assert answer["manifests"]
-    assert list(simulate.differences(answer, scenario["expect"])) == []
+        for scenario in scenarios:
+            answer = simulate.run_scenario(store, scenario)
+            assert answer["manifests"]
+            assert list(simulate.differences(answer, scenario["expect"])) == []
 
 
 def test_configurations_are_read(tmp_path: Path) -> None:
@@ -216,7 +243,7 @@ def test_every_command_of_the_page_is_one(program: Program) -> None:
     inline = [shlex.split(call)[1:] for call in re.findall(r"`(accumulator [a-z][^`]*)`", README)]
     helped: dict[tuple[str, ...], str] = {}
     for arguments in lines("accumulator") + inline:
-        command = tuple(arguments[: 2 if arguments[0] in ("policy", "reconcile") else 1])
+        command = tuple(arguments[: 2 if arguments[0] in ("policy", "reconcile", "ladder") else 1])
         if command not in helped:
             shown = program(*command, "--help")
             assert shown.code == 0, command
@@ -241,6 +268,8 @@ def sample(acc: Accumulator) -> dict[str, str]:
     names = run(block)
     names["Refund"].approve = lambda self, ctx: ctx.leave({"seen": 1})
     acc.load_policy("refund", {"inactivity": "1h", "sink": "direct", "kinds": ["k"]})
+    acc.load_ladder("dunning", {"steps": [{"name": "s", "offset": "1d"}], "cancel_on": ["never"]})
+    ladder = acc.start_ladder("dunning", BUCKET, datetime.now(UTC)).ladder_id
     closed(acc, "refund", [{"cents": 500}], BUCKET)
     assert work(acc) == ["confirmed"]
     names["Refund"].confirm = lambda self, ctx: False
@@ -254,7 +283,7 @@ def sample(acc: Accumulator) -> dict[str, str]:
         closed(acc, "refund", [{"cents": 1}], other)
     assert len(acc.store.perform(acc.operations.take(0, "direct", 1, 30_000))) == 1
     acc.store.perform(acc.operations.beat(sign_of_life("w1", ["closer"])))
-    return {"WINDOW": window_id, "BUCKET": BUCKET, "FLOW": "refund", "TENANT": "acme", "P": "0"}
+    return {"WINDOW": window_id, "LADDER": ladder, "BUCKET": BUCKET, "FLOW": "refund", "TENANT": "acme", "P": "0"}
 
 
 @pytest.mark.namespaces("acc")

@@ -1,10 +1,10 @@
 #!lua flags=allow-oom
--- begin: grants an attempt of a manifest, once. From here its lease runs.
+-- begin: grants an attempt of a manifest, once. From here its lease runs. A step whose ladder was called off is refused.
 --
 -- parts: clock, window, manifest
 -- KEYS[1] -> <ns>:{<p>}:timers
 -- derived -> <ns>:{<p>}: manifest:<w> events:<w> kept:<w> bucket:<k> policy:<flow> tenants:<sink> ready:<sink>:<tenant>
---            inflight outbox attention stats
+--            inflight outbox attention ladder:<l> stats
 -- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere
 -- ARGV[2] -> window_id
 -- ARGV[3] -> attempt
@@ -17,7 +17,10 @@
 
 local m = load_manifest(ARGV[2])
 local granted = false
-if m.state == 'dispatched' and m.attempt == tonumber(ARGV[3]) and not m.leader then
+if m.ladder and m.state == 'dispatched' and m.event ~= 'cancelled'
+  and call('HEXISTS', prefix .. 'ladder:' .. m.ladder, 'off') == 1 then
+  leave(m, 'discarded', 'cancelled') -- what everybody waited for has come
+elseif m.state == 'dispatched' and m.attempt == tonumber(ARGV[3]) and not m.leader then
   granted = true
   m.most = tonumber(ARGV[6])
   if m.back then

@@ -5,15 +5,17 @@
 local groups = tonumber(ARGV[5])
 local replies, latest, plans, slow = {}, {}, {}, {}
 local accepted = 0
--- Whether no event of the group is of a kind that closes, opens or is refused.
+local watched = call('EXISTS', prefix .. 'watched') == 1
+-- Whether no event of the group is of a kind that closes, opens, is refused or cancels a ladder.
 local function all_ordinary(policy, n, first)
   for i = 0, n - 1 do
     local length, rest = match(ARGV[first + 4 * i + 2], '^%d+ %S+ %d+ %S+ %d+ %d+ %d+ (%d+) (.*)$')
     local kind = string.sub(rest, 1, length)
     local ordinary = policy.kinds[kind]
     if ordinary == nil then
-      local flags = call('HGET', policy.hash, policy.version .. ':kind:' .. kind) or ''
-      ordinary = not string.find(flags, '[ts]') and (policy.plain == 2 or string.find(flags, 'k', 1, true) ~= nil)
+      local flags = policy.plain > 1 and call('HGET', policy.hash, policy.version .. ':kind:' .. kind) or ''
+      ordinary = not string.find(flags, '[ts]') and (policy.plain < 3 or string.find(flags, 'k', 1, true) ~= nil)
+        and not (watched and call('HEXISTS', prefix .. 'watched', kind) == 1)
       policy.kinds[kind] = ordinary
     end
     if not ordinary then
@@ -90,7 +92,7 @@ for g = 1, groups do
         due = now + math.min(policy.max_age, policy.inactivity or policy.max_age)
       end
     end
-    if window and policy.plain > 1 and not all_ordinary(policy, n, first) then
+    if window and (policy.plain > 1 or watched) and not all_ordinary(policy, n, first) then
       window = nil
     end
     if window and entries + n < policy.max_events and bytes < policy.max_bytes

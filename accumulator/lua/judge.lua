@@ -49,6 +49,18 @@ local function lookup_ids(b, wanted)
   return known
 end
 
+-- The bucket stays for as long as it has to remember something.
+local function hold_bucket(b, p)
+  p = p or b.window and b.window.policy or policy_of(b.flow)
+  if not b.since then
+    b.since, b.remembered = b.now, 0
+  end
+  b.remembered = math.max(b.remembered, b.now + p.dedupe_ttl)
+  if not b.window and not b.prev then
+    put('ZADD', KEYS[1], b.remembered, 'r:' .. b.key)
+  end
+end
+
 local function remember(b, e, p, version)
   local k = b.known[e.id]
   if not k then
@@ -64,13 +76,7 @@ local function remember(b, e, p, version)
   if version then
     k.first, k.last = k.first or version, version
   end
-  if not b.since then
-    b.since, b.remembered = b.now, 0
-  end
-  b.remembered = math.max(b.remembered, b.now + p.dedupe_ttl)
-  if not version and not b.window and not b.prev then
-    put('ZADD', KEYS[1], b.remembered, 'r:' .. b.key)
-  end
+  hold_bucket(b, p)
   b.written = true
   put('HSET', prefix .. 'ids:' .. b.key, e.id, known_text(k))
 end
@@ -440,11 +446,18 @@ local function judge_group(key, flow, n, first)
     events[i] = parse_event(first + 4 * i - 4)
     wanted[i] = events[i].id
   end
-  b.known = lookup_ids(b, wanted)
+  b.known, b.called_off = lookup_ids(b, wanted), {}
   expire(b)
   local answers = { '*' }
   for i = 1, n do
-    answers[i + 1] = told(b, judge(b, events[i], b.window and b.window.policy or policy_of(flow)))
+    local e = events[i]
+    local judged = { judge(b, e, b.window and b.window.policy or policy_of(flow)) }
+    -- Whatever became of it, it came: a payment that waits for a person has been paid.
+    if judged[1] ~= 'c' and watched and call('HEXISTS', prefix .. 'watched', e.kind) == 1 then
+      notice(b, e.kind, e.id)
+      hold_bucket(b)
+    end
+    answers[i + 1] = told(b, unpack(judged, 1, 7))
   end
   save_bucket(b)
   commit()

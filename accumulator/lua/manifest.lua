@@ -1,4 +1,5 @@
--- part manifest: the life of a manifest after its window closed. Fields of the hash manifest:<window_id> that change:
+-- part manifest: the life of a manifest after its window closed; what a ladder emits has the same one, and its id an s
+-- (<ladder_id>s<number>). Fields of the hash manifest:<window_id> that change:
 --   state, since (instant of the state), attempt (from 1), failures, most (attempts the handler allows), token (fences
 --   the attempt that is processing), lease (its end), dispatches (hand-outs of this attempt), back (its job may be lost: it
 --   stands in the ready list again, and is not in flight), approved (by whom), joined (manifests handed over with this
@@ -15,9 +16,9 @@ local IN_FLIGHT = { dispatched = true, processing = true }
 local function load_manifest(window_id)
   local m = { id = window_id, name = prefix .. 'manifest:' .. window_id }
   m.bucket, m.state, m.attempt, m.failures, m.token, m.lease, m.dispatches, m.steps, m.policy, m.version, m.joined, m.most,
-    m.leader, m.back =
+    m.leader, m.back, m.ladder, m.event =
     unpack(call('HMGET', m.name, 'bucket', 'state', 'attempt', 'failures', 'token', 'lease', 'dispatches', 'steps',
-      'policy', 'version', 'joined', 'most', 'leader', 'back'))
+      'policy', 'version', 'joined', 'most', 'leader', 'back', 'ladder', 'event'))
   for _, field in ipairs({ 'attempt', 'failures', 'lease', 'dispatches', 'steps', 'version', 'most' }) do
     m[field] = tonumber(m[field] or 0)
   end
@@ -33,10 +34,12 @@ local function in_flight(m)
   return IN_FLIGHT[m.state] and not m.back and not m.leader
 end
 
+local flights = {} -- tenant -> in flight, as this script leaves it
 local function tally(m, flew)
   local by = (in_flight(m) and 1 or 0) - (flew and 1 or 0)
   if by ~= 0 then
-    local flying = tonumber(call('HGET', prefix .. 'inflight', m.tenant) or 0) + by
+    local flying = (flights[m.tenant] or tonumber(call('HGET', prefix .. 'inflight', m.tenant) or 0)) + by
+    flights[m.tenant] = math.max(flying, 0)
     if flying > 0 then
       put('HSET', prefix .. 'inflight', m.tenant, flying)
     else
@@ -118,6 +121,24 @@ local function with_id(list, m)
   return table.concat(ids, ' ')
 end
 
+-- What a ladder emits keeps its order.
+local function release_step(m)
+  local ladder = prefix .. 'ladder:' .. m.ladder
+  local turn, emitted = unpack(call('HMGET', ladder, 'turn', 'emitted'))
+  if turn ~= m.id then
+    return
+  end
+  for number = m.version + 1, tonumber(emitted) do
+    local following = m.ladder .. 's' .. number
+    if call('HGET', prefix .. 'manifest:' .. following, 'state') == 'closed' then
+      put('HSET', ladder, 'turn', following)
+      make_ready(following, m.bucket, m.rules)
+      return
+    end
+  end
+  put('HDEL', ladder, 'turn')
+end
+
 local function give_turn(m)
   put('HSET', prefix .. 'bucket:' .. m.bucket, 'turn', m.id)
   make_ready(m.id, m.bucket, m.rules)
@@ -126,6 +147,10 @@ end
 -- The bucket's turn passes on: to what came back, the oldest first; to its next manifest that waits; where the window that
 -- others gave way to came to nothing, to the last of them.
 local function release(m)
+  if m.ladder then
+    release_step(m)
+    return
+  end
   local bucket = prefix .. 'bucket:' .. m.bucket
   local turn, waits, joins, open = unpack(call('HMGET', bucket, 'turn', 'waits', 'joins', 'open'))
   if turn ~= m.id then
@@ -158,6 +183,13 @@ end
 
 -- Back to be handed over, when its bucket's turn is free.
 local function resume(m)
+  if m.ladder then
+    if call('HEXISTS', prefix .. 'ladder:' .. m.ladder, 'turn') == 0 then
+      put('HSET', prefix .. 'ladder:' .. m.ladder, 'turn', m.id)
+    end
+    make_ready(m.id, m.bucket, m.rules)
+    return
+  end
   local bucket = prefix .. 'bucket:' .. m.bucket
   local turn, waits = unpack(call('HMGET', bucket, 'turn', 'waits'))
   if m.rules.ordered == '0' then

@@ -2,7 +2,7 @@
 -- resolve: an event that waits in the reconciliation queue joins its bucket's next window, or is discarded; who decided
 -- and why is kept.
 --
--- parts: clock, naming, window, judge
+-- parts: clock, naming, window, manifest, ladder, judge
 -- KEYS[1] -> <ns>:{<p>}:timers
 -- derived -> as accept
 -- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere

@@ -16,7 +16,9 @@ local function purge_payloads(window_id)
   else
     put('UNLINK', prefix .. 'events:' .. window_id, prefix .. 'kept:' .. window_id, prefix .. 'stages:' .. window_id)
     put('ZREM', KEYS[1], 'p:' .. window_id)
-    put('ZADD', KEYS[1], now + math.max(m.rules.metadata_ttl - m.rules.payload_ttl, 0), 'x:' .. window_id)
+    if not m.ladder then -- what a ladder emitted goes with it
+      put('ZADD', KEYS[1], now + math.max(m.rules.metadata_ttl - m.rules.payload_ttl, 0), 'x:' .. window_id)
+    end
   end
   commit()
   return true
@@ -52,6 +54,7 @@ local function purge_bucket(key)
   local b = load_bucket(key)
   local f = b.fields
   if not next(f) then
+    put('UNLINK', prefix .. 'noticed:' .. key)
     put('ZREM', KEYS[1], 'r:' .. key)
     commit()
     return true
@@ -71,11 +74,11 @@ local function purge_bucket(key)
   elseif b.older then
     again = now + HOUR
   end
-  local held = call('ZCARD', prefix .. 'manifests:' .. key) > 0
+  local held = call('ZCARD', prefix .. 'manifests:' .. key) > 0 or call('EXISTS', prefix .. 'ladders:' .. key) == 1
   if not b.window and not held and not b.queued and not b.older then
     if now >= (b.remembered or 0) then
       put('UNLINK', prefix .. 'bucket:' .. key, prefix .. 'ids:' .. key, prefix .. 'order:' .. key,
-        prefix .. 'checkpoint:' .. key)
+        prefix .. 'checkpoint:' .. key, prefix .. 'noticed:' .. key)
       put('ZREM', KEYS[1], 'r:' .. key)
       commit()
       return true

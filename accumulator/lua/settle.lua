@@ -4,7 +4,7 @@
 -- parts: clock, window, manifest
 -- KEYS[1] -> <ns>:{<p>}:timers
 -- derived -> <ns>:{<p>}: manifest:<w> manifests:<k> bucket:<k> effects:<w> checkpoint:<k> policy:<flow> tenants:<sink>
---            ready:<sink>:<tenant> inflight outbox attention unrecorded audit stats
+--            ready:<sink>:<tenant> inflight outbox attention unrecorded audit ladder:<l> stats
 -- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere
 -- ARGV[2] -> window_id
 -- ARGV[3] -> token of the attempt

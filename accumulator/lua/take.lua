@@ -116,7 +116,7 @@ while count_taken < most and progress do
           if m.state == 'dispatched' then
             cause = 'taken_again'
           else
-            if m.state == 'closed' then
+            if m.state == 'closed' and not m.ladder then
               m = gather(m)
             end
             m.attempt, m.dispatches = m.attempt + 1, 0

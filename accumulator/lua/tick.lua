@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
 -- tick: what is due in a partition, a bounded number at a time.
 --
--- parts: clock, window, manifest, retention
+-- parts: clock, window, manifest, ladder, retention
 -- KEYS[1] -> <ns>:{<p>}:timers
--- derived -> as accept, and orphans inflight attention unrecorded effects:<w> stages:<w> checkpoint:<k>
+-- derived -> as accept, and orphans inflight attention unrecorded effects:<w> stages:<w> checkpoint:<k> ladderargs:<l>
 -- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere
 -- ARGV[2] -> how many timers at the most
 -- reply   -> {timers handled, the next due instant or -1, windows closed, timers whose record is not to be seen,
@@ -56,6 +56,10 @@ local function handle(member)
     found = purge_payloads(key)
   elseif kind == 'x:' then
     found = purge_manifest(key)
+  elseif kind == 'l:' then
+    found = ladder_timer(key)
+  elseif kind == 'y:' then
+    found = purge_ladder(key)
   else
     found = kind == 'r:' and purge_bucket(key)
   end
@@ -70,7 +74,7 @@ for i = 1, #due do
   local ok, problem = pcall(handle, due[i])
   if not ok then
     -- One bucket that can't be closed must not keep the others from it.
-    journal, ahead, listed = {}, 1, {}
+    journal, ahead, listed, flights = {}, 1, {}, {}
     count('anomalies')
     call('ZADD', KEYS[1], now + 10000, due[i])
     failure = type(problem) == 'table' and problem.err or problem

@@ -1,0 +1,303 @@
+"""The commands about reminder ladders: which run, what was sent when, starting and moving them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from accumulator.emission import STATES, Coming, Happened, LadderRun
+from accumulator.envelope import check_bucket_key
+from accumulator.errors import InvalidInput, InvalidSettings
+from accumulator.ladder_operations import LadderMoved, Which
+from accumulator.terminal import (
+    FAILED,
+    ConfigOption,
+    FlowOption,
+    JsonOption,
+    KeyArgument,
+    TenantOption,
+    complain,
+    connected,
+    instant,
+    matches,
+    plain,
+    rough,
+    say,
+    say_facts,
+    say_json,
+    say_table,
+    tell,
+)
+
+app = typer.Typer()
+ladder_app = typer.Typer(no_args_is_help=True, help="Reminder ladders: show, start, move, cancel.")
+app.add_typer(ladder_app, name="ladder")
+
+WhichArgument = Annotated[
+    str, typer.Argument(metavar="KEY|ID", help="A bucket key, or a ladder's id.", show_default=False)
+]
+NameOption = Annotated[
+    str | None, typer.Option("--ladder", help="Its name, where the bucket has several.", show_default=False)
+]
+StartOption = Annotated[str | None, typer.Option("--start-id", help="Its start id, if any.", show_default=False)]
+LimitOption = Annotated[int, typer.Option(min=1, help="At most so many.")]
+
+
+@app.command()
+def ladders(
+    state: Annotated[
+        str | None, typer.Option(help=f"Only those in this state: {', '.join(STATES)}.", show_default=False)
+    ] = None,
+    tenant: TenantOption = None,
+    flow: FlowOption = None,
+    limit: LimitOption = 1000,
+    as_json: JsonOption = False,
+) -> None:
+    """List the ladders that were started, the longest in their state first, with what comes next and when.
+
+    `--state escalated` lists all that brought nothing.
+    """
+    with connected() as (client, _):
+        now = client.store.perform(client.operations.now())
+        found = [run for run in client.ladders(state) if matches(run.bucket_key, tenant, flow)]
+    if as_json:
+        for run in found[:limit]:
+            say_json(_object(run))
+    elif found:
+        say_table(
+            ("state", "since", "ladder", "bucket", "id", "next"),
+            [
+                (run.state, instant(run.since), run.ladder, run.bucket_key, run.ladder_id, _next(run.next, now))
+                for run in found[:limit]
+            ],
+        )
+    else:
+        say("no ladder was started" if state is None else f"no ladder is {state}")
+    if len(found) > limit:
+        tell(f"and {len(found) - limit} more: --limit shows them")
+
+
+def _next(coming: Coming | None, now: int) -> str:
+    if coming is None:
+        return ""
+    when = f"in {rough(coming.at - now)}" if coming.at > now else f"{rough(now - coming.at)} ago"
+    return f"{coming.step} {instant(coming.at)} ({when})"
+
+
+def _object(run: LadderRun) -> dict[str, Any]:
+    return asdict(run) | {
+        "coming": [each._asdict() for each in run.coming],
+        "timeline": [each._asdict() for each in run.timeline],
+        "next": None if run.next is None else run.next._asdict(),
+    }
+
+
+@ladder_app.command("show")
+def show(which: WhichArgument, as_json: JsonOption = False) -> None:
+    """Show a ladder, or all of a bucket: what was sent when, what comes next and when, why it ended."""
+    with connected() as (client, _):
+        if ":" in which:
+            runs = client.ladders(bucket_key=check_bucket_key(which))
+            found = [run for each in runs if (run := client.ladder(each.ladder_id)) is not None]
+        else:
+            run = client.ladder(which)
+            found = [] if run is None else [run]
+        now = client.store.perform(client.operations.now())
+    for number, run in enumerate(found):
+        if as_json:
+            say_json(_object(run))
+            continue
+        if number:
+            say()
+        _tell(run, now)
+    if not found:
+        complain("there is no ladder of that id, or in that bucket")
+        raise typer.Exit(FAILED)
+
+
+def _tell(run: LadderRun, now: int) -> None:
+    facts: dict[str, object] = {
+        "ladder": f"{run.ladder} ({run.ladder_id}), version {run.version}",
+        "bucket": run.bucket_key,
+        "state": f"{run.state} since {instant(run.since)}",
+        "anchor": instant(run.anchor_at),
+        "arguments": json.dumps(run.args, ensure_ascii=False),
+    }
+    if run.start_id is not None:
+        facts["start id"] = run.start_id
+    if run.state == "cancelled":
+        facts["because"] = run.cause if run.by_event is None else f"of the event {run.by_event}"
+    if run.next is not None:
+        facts["next"] = _next(run.next, now) if run.state == "running" else f"{run.next.step}, when it is resumed"
+    say_facts(facts)
+    say()
+    rows: list[tuple[object, ...]] = [
+        (instant(each.at), each.event, each.step or "", _detail(each), each.state or "", each.emission_id or "")
+        for each in run.timeline
+    ]
+    if run.state == "running":
+        rows += [(instant(each.at), "to come", each.step, "", "", "") for each in run.coming]
+    say_table(("at", "event", "step", "", "handled", "id"), rows)
+
+
+def _detail(happened: Happened) -> str:
+    if happened.event == "rescheduled":
+        return f"to {instant(int(happened.detail))}"
+    return "" if happened.detail == happened.step else happened.detail
+
+
+@ladder_app.command("load")
+def load(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME…]", help="Only these ladders of the file.", show_default=False)
+    ] = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make the ladders of the configuration file the latest: they rule the ladders started from now on.
+
+    Equal content is no new version.
+    """
+    with connected(config) as (client, found):
+        if found is None:
+            raise InvalidSettings("config", "is not there: give --config FILE or set ACCUMULATOR_CONFIG")
+        wanted = names or list(found.ladders)
+        for name in wanted:
+            if name not in found.ladders:
+                raise InvalidSettings(name, "is no ladder of the configuration file")
+        loaded = [client.load_ladder(name, found.ladders[name]) for name in wanted]
+    if as_json:
+        for one in loaded:
+            say_json(one._asdict())
+    else:
+        say_table(("ladder", "version", "outcome"), loaded, numbers=("version",))
+
+
+@ladder_app.command("start")
+def start(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The ladder, as the configuration names it.")],
+    key: KeyArgument,
+    anchor: Annotated[
+        str | None,
+        typer.Option(metavar="INSTANT", help="What it is counted from: 2026-10-20T12:00:00Z.", show_default=False),
+    ] = None,
+    arg: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="An argument; the value is JSON, or else text.", show_default=False),
+    ] = None,
+    start_id: Annotated[
+        str | None, typer.Option(help="Names this start: the same one again starts nothing.", show_default=False)
+    ] = None,
+    ignore_earlier: Annotated[
+        bool, typer.Option("--ignore-earlier", help="An awaited event that came before does not count.")
+    ] = False,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Start a ladder in a bucket, once. Where one of that name runs there, it says so."""
+    args = dict(_argument(text) for text in arg or ())
+    with connected(config) as (client, found):
+        if found is not None and name in found.ladders:
+            client.load_ladder(name, found.ladders[name], only_new=True)
+        started = client.start_ladder(name, key, anchor, args, start_id=start_id, ignore_earlier=ignore_earlier)
+    if as_json:
+        say_json(started._asdict())
+        return
+    said = "started" if started.outcome == "started" else "was started before"
+    differs = ", with another anchor or other arguments" if started.differs else ""
+    say(f"{plain(key)}: {plain(name)} {said}{differs}; it is {started.state} ({started.ladder_id})")
+
+
+def _argument(text: str) -> tuple[str, Any]:
+    name, sign, value = text.partition("=")
+    if not sign or not name:
+        raise typer.BadParameter("an argument is NAME=VALUE", param_hint="--arg")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _which(which: str, ladder: str | None, start_id: str | None) -> Which:
+    if ":" not in which:
+        if ladder is not None or start_id is not None:
+            raise typer.BadParameter("--ladder and --start-id go with a bucket key")
+        return which
+    key = check_bucket_key(which)
+    if ladder is None:
+        with connected() as (client, _):
+            there = {run.ladder for run in client.ladders(bucket_key=key)}
+        if len(there) > 1:
+            raise InvalidInput("ladder", f"is one of {', '.join(sorted(there))} here: name it with --ladder")
+        ladder = min(there, default="")
+    return (key, ladder) if start_id is None else (key, ladder, start_id)
+
+
+def _moved(which: str, moved: LadderMoved, done: str, as_json: bool) -> None:
+    if as_json:
+        say_json(moved._asdict())
+    elif moved.outcome == "done":
+        say(f"{plain(which)}: {done}; it is {moved.state}")
+    elif moved.outcome == "same":
+        say(f"{plain(which)}: was so before; it is {moved.state}")
+    elif moved.outcome == "missing":
+        say(f"{plain(which)}: there is no such ladder")
+    else:
+        say(f"{plain(which)}: not {done}: it is {moved.state}")
+    if moved.outcome in ("missing", "wrong_state"):
+        raise typer.Exit(FAILED)
+
+
+@ladder_app.command("cancel")
+def cancel(
+    which: WhichArgument,
+    reason: Annotated[str, typer.Option(help="Why; it stays in the record.", show_default=False)],
+    ladder: NameOption = None,
+    start_id: StartOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Cancel a ladder: nothing of it that has not begun is executed. Exit code 1 where it has ended or is not there."""
+    named = _which(which, ladder, start_id)
+    with connected() as (client, _):
+        moved = client.cancel_ladder(named, reason)
+    _moved(which, moved, "cancelled", as_json)
+
+
+@ladder_app.command("reschedule")
+def reschedule(
+    which: WhichArgument,
+    anchor: Annotated[str, typer.Option(metavar="INSTANT", help="The new anchor.", show_default=False)],
+    ladder: NameOption = None,
+    start_id: StartOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Move the steps still to come to another anchor. Exit code 1 where it has ended or is not there."""
+    named = _which(which, ladder, start_id)
+    with connected() as (client, _):
+        moved = client.reschedule_ladder(named, anchor)
+    _moved(which, moved, "rescheduled", as_json)
+
+
+@ladder_app.command("pause")
+def pause(
+    which: WhichArgument, ladder: NameOption = None, start_id: StartOption = None, as_json: JsonOption = False
+) -> None:
+    """Hold a ladder until it is resumed. Exit code 1 where it has ended or is not there."""
+    named = _which(which, ladder, start_id)
+    with connected() as (client, _):
+        moved = client.pause_ladder(named)
+    _moved(which, moved, "paused", as_json)
+
+
+@ladder_app.command("resume")
+def resume(
+    which: WhichArgument, ladder: NameOption = None, start_id: StartOption = None, as_json: JsonOption = False
+) -> None:
+    """Let a paused ladder go on. Exit code 1 where it has ended or is not there."""
+    named = _which(which, ladder, start_id)
+    with connected() as (client, _):
+        moved = client.resume_ladder(named)
+    _moved(which, moved, "resumed", as_json)
