@@ -28,7 +28,7 @@ from accumulator.errors import (
 from accumulator.health import Health, beat, end, read_health, read_setup
 from accumulator.ladder_operations import LadderOperations
 from accumulator.manifest import RELATIONS, Contents, Manifest, StoredEvent, read_manifest, replay
-from accumulator.policy import Policy
+from accumulator.policy import Policy, shown
 from accumulator.store import Call, Operation, Reply, answer, as_pairs, as_stream
 
 T = TypeVar("T")
@@ -319,8 +319,8 @@ class Operations(LadderOperations):
         nonce: Callable[[int], str] = _nonce,
     ) -> None:
         self.namespace = keys.check_namespace(namespace)
-        if partitions is not None and not 1 <= partitions <= keys.MAX_PARTITIONS:
-            raise NamespaceMismatch(f"a namespace has 1 to {keys.MAX_PARTITIONS} partitions, not {partitions}")
+        if partitions is not None and (type(partitions) is not int or not 1 <= partitions <= keys.MAX_PARTITIONS):
+            raise NamespaceMismatch(f"a namespace has 1 to {keys.MAX_PARTITIONS} partitions, not {shown(partitions)}")
         self._wanted = partitions
         self._clock = clock
         self._nonce = nonce
@@ -1161,6 +1161,8 @@ class Operations(LadderOperations):
             if found is None:
                 return Resolved(item, "missing")
             item = found
+        elif not isinstance(item, ReconcileItem):
+            raise InvalidInput("item", f"must be a reconciliation item or its id, not {type(item).__name__}")
         event = item.event
         replies = yield [
             self._script(
@@ -1234,7 +1236,7 @@ def _record(manifest: Manifest) -> list[Any]:
 def _stream_id(item_id: str) -> str:
     """The id in its partition's queue of an item: what follows ``<partition>-``."""
     parts = str(item_id).split("-")
-    if len(parts) != 3 or not all(part.isascii() and part.isdigit() and len(part) <= 20 for part in parts):
+    if len(parts) != 3 or not all(part.isascii() and part.isdigit() and len(part) <= 19 for part in parts):
         raise InvalidInput("item", "is no id of a reconciliation item")
     return f"{parts[1]}-{parts[2]}"
 
@@ -1255,7 +1257,7 @@ def _read_item(partition: int, stream_id: bytes, pairs: Sequence[tuple[bytes, by
 
 
 def _choice(field: str, value: str, choices: Iterable[str]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise InvalidInput(field, f"must be one of {', '.join(filter(None, choices))}")
 
 
@@ -1265,6 +1267,8 @@ def _person(who: object, why: object) -> None:
             raise InvalidInput(field, f"must be 1 to {most} characters")
         if any(ord(character) < 32 for character in value):
             raise InvalidInput(field, "must not contain control characters")
+        if any(0xD800 <= ord(character) < 0xE000 for character in value):
+            raise InvalidInput(field, "must not contain a lone surrogate")
 
 
 def read_effects(reply: Reply) -> list[Effect]:

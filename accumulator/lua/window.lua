@@ -223,7 +223,7 @@ local function save_bucket(b)
   if w then
     new.open = w.id .. ' ' .. w.version .. ' ' .. w.opened .. ' ' .. w.policy.version .. ' ' .. w.pv .. ' '
       .. (w.hard - w.opened) .. ' ' .. math.max(w.hold - w.opened, 0) .. ' ' .. w.relation
-      .. ((b.older or b.now > w.last) and ' *' or '')
+      .. ((b.older or w.gone > 0 or b.now > w.last) and ' *' or '')
     new.tally = format('%d %d %d %.0f %d', w.entries, w.ids, w.bytes, w.weight, w.last)
     if w.cutoff or w.deadline or w.terminal then
       new.limits = (w.cutoff or '-') .. ' ' .. (w.deadline or '-') .. ' ' .. (w.terminal or '-')
