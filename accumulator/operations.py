@@ -1256,7 +1256,7 @@ def _read_item(partition: int, stream_id: bytes, pairs: Sequence[tuple[bytes, by
     )
 
 
-def _choice(field: str, value: str, choices: Iterable[str]) -> None:
+def _choice(field: str, value: object, choices: Iterable[str]) -> None:
     if not isinstance(value, str) or value not in choices:
         raise InvalidInput(field, f"must be one of {', '.join(filter(None, choices))}")
 
