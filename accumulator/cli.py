@@ -277,7 +277,8 @@ def simulate_(
                 raise
             except AccumulatorError as problem:
                 failed += 1
-                tell(f"{plain(file.name)}: {plain(problem)}")
+                said = str(problem).removeprefix(f"{file.name}: ")  # the file itself may be the field
+                tell(f"{plain(file.name)}: {plain(said)}")
                 continue
             except Exception as problem:  # whatever one file does to us, the others are run
                 failed += 1

@@ -55,11 +55,14 @@ def _many(events: Iterable[EventLike]) -> list[Event]:
     return [Event.of(event, index) for index, event in enumerate(events)]
 
 
-def _duration(value: str | int) -> int:
+def _duration(value: str | int, field: str = "duration") -> int:
     """ms of '20s' or of a whole number of ms."""
     if isinstance(value, int) and not isinstance(value, bool):
         value = f"{value}ms"
-    return duration_option(value)
+    try:
+        return duration_option(value)
+    except ValueError as problem:
+        raise InvalidInput(field, problem.rule if isinstance(problem, InvalidInput) else str(problem)) from None
 
 
 def _policy(flow: str, policy: Policy | Mapping[str, Any]) -> Policy:
@@ -250,7 +253,7 @@ class Accumulator:
     ) -> dict[str, int]:
         """The same for all items that wait now and match every filter given, of which there must be one: outcome → how
         many. `older_than` is ``"2h"``, or ms. Not atomic."""
-        age = 0 if older_than is None else _duration(older_than)
+        age = 0 if older_than is None else _duration(older_than, "older_than")
         return self.store.perform(self.operations.resolve_where(decision, by, reason, code, tenant, flow, age))
 
     def load_ladder(self, name: str, ladder: Ladder | Mapping[str, Any], *, only_new: bool = False) -> LoadedLadder:
@@ -456,7 +459,7 @@ class AsyncAccumulator:
         older_than: str | int | None = None,
     ) -> dict[str, int]:
         """See :meth:`Accumulator.resolve_where`."""
-        age = 0 if older_than is None else _duration(older_than)
+        age = 0 if older_than is None else _duration(older_than, "older_than")
         return await self.store.perform(self.operations.resolve_where(decision, by, reason, code, tenant, flow, age))
 
     async def load_ladder(

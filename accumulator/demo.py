@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from shutil import which
 from time import monotonic
 from typing import Any, Final, NamedTuple
 
@@ -327,7 +329,8 @@ def run(settings: Settings, config: Config, data_dir: Path, stay: bool, cli_line
             server = stack.enter_context(EmbeddedServer(data_dir))
             settings = settings.model_copy(update={"redis_url": SecretStr(server.url)})
             tell("server", f"{server.binary}, its data in {data_dir}{os.sep}")
-            tell("look", f"export ACCUMULATOR_REDIS_URL={server.url}   # then: accumulator buckets, accumulator --help")
+            us = sys.argv[0] if Path(sys.argv[0]).name == "accumulator" and not which("accumulator") else "accumulator"
+            tell("look", f"export ACCUMULATOR_REDIS_URL={server.url}   # then: {us} buckets, {us} --help")
         client = stack.enter_context(Accumulator.from_settings(settings))
         _introduce(client, settings, config, cli_line)
         stack.enter_context(_working(Worker(settings, config, rq_workers=_rq_workers(client)), stop))

@@ -315,8 +315,14 @@ def load_handlers(modules: Iterable[str]) -> None:
         except ModuleNotFoundError as problem:
             what = "there is no such module" if problem.name == name else f"it needs {problem.name}, which is not there"
             raise InvalidSettings("handlers", f"{name} can't be imported: {what}") from problem
+        except SyntaxError as problem:
+            where = f"{(problem.filename or name).rpartition('/')[2]}:{problem.lineno}"
+            raise InvalidSettings("handlers", f"{name} can't be imported: SyntaxError at {where}") from problem
         except Exception as problem:
-            raise InvalidSettings("handlers", f"{name} can't be imported: {type(problem).__name__}") from problem
+            from accumulator.logs import place  # only now: it brings structlog, which a client does without
+
+            what = f"{type(problem).__name__} at {place(problem)}"
+            raise InvalidSettings("handlers", f"{name} can't be imported: {what}") from problem
 
 
 def cause_of(error: BaseException) -> str:

@@ -204,7 +204,11 @@ class LadderOperations:
     def _find(self, which: Which) -> Operation[str | None]:
         if isinstance(which, str):
             return which
-        if not isinstance(which, tuple | list) or len(which) not in (2, 3) or not all(isinstance(w, str) for w in which):
+        if (
+            not isinstance(which, tuple | list)
+            or len(which) not in (2, 3)
+            or not all(isinstance(w, str) for w in which)
+        ):
             raise InvalidInput("ladder", "must be its id, (bucket_key, name) or (bucket_key, name, start_id)")
         bucket_key, name = check_bucket_key(which[0]), which[1]
         index = keys.ladders(self.prefix_of(bucket_key), bucket_key)

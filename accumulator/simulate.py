@@ -40,6 +40,8 @@ LADDER_STEPS: Final = {
 _ACTIONS: Final = ("push", "flush", "hold", "retract", "policy", *LADDER_STEPS)
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _MS: Final = timedelta(milliseconds=1)
+_EARLIEST: Final = datetime(1980, 1, 1, tzinfo=UTC)
+_LATEST: Final = datetime(2200, 1, 1, tzinfo=UTC)
 _runs = count(1)
 
 Scenario = Mapping[str, Any]
@@ -103,6 +105,8 @@ def _start(scenario: Scenario) -> int:
             value = None
     if not isinstance(value, datetime) or value.utcoffset() is None:
         raise InvalidScenario("start", "must be an instant with offset, as in 2026-10-16T14:00:00Z")
+    if not _EARLIEST <= value < _LATEST:
+        raise InvalidScenario("start", f"must lie between {_EARLIEST:%Y} and {_LATEST:%Y}")
     return (value - _EPOCH) // _MS
 
 
@@ -132,6 +136,9 @@ def _event(given: object, step: int, start: int, at: int) -> Event:
             raise InvalidScenario("occurred", "and occurred_at exclude each other", step)
         fields["occurred_at"] = _instant(start + _span(fields.pop("occurred"), "occurred", step, signed=True))
     fields.setdefault("occurred_at", _instant(start + at))
+    for short, full in (("deadline", "deadline_at"), ("payload_bytes", "payload")):
+        if short in fields and full in fields:
+            raise InvalidScenario(short, f"and {full} exclude each other", step)
     if "deadline" in fields:
         fields["deadline_at"] = _instant(start + _span(fields.pop("deadline"), "deadline", step, signed=True))
     if "payload_bytes" in fields:
@@ -168,6 +175,8 @@ class _Run:
             (self.start + _span(a, "workers_down"), self.start + _span(b, "workers_down"))
             for a, b in (self._pair(span) for span in _list(scenario.get("workers_down", []), "workers_down"))
         ]
+        if any(down > up for down, up in self.down):
+            raise InvalidScenario("workers_down", "each span is [from, to], the later instant last")
 
     @staticmethod
     def _pair(span: object) -> tuple[object, object]:
@@ -239,7 +248,10 @@ class _Run:
                         )
                     self.accumulator.flush(key, version, partial=partial)
                 elif action == "hold":
-                    self.accumulator.hold(key, _span(fields["for"], "for", index))
+                    ms = _span(fields["for"], "for", index)
+                    if ms == 0:
+                        raise InvalidScenario("for", "must be above zero", index)
+                    self.accumulator.hold(key, ms)
                 else:
                     self.accumulator.retract(key, fields["event_id"])
         except (UnknownFlow, UnknownLadder) as problem:
@@ -443,18 +455,23 @@ def run_scenarios(scenarios: Iterable[Scenario]) -> list[Answer]:
         return [run_scenario(store, scenario) for scenario in scenarios]
 
 
+def _json(value: object) -> str:
+    """For a message: what `expect` holds may be any plain data of YAML, a date too."""
+    return json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
+
+
 def differences(answer: object, expected: object, where: str = "") -> list[str]:
     """What of `expected` does not hold, a line each: lists entry by entry, of mappings the named fields."""
     if isinstance(expected, Mapping):
         if not isinstance(answer, Mapping):
-            return [f"{where}: expected a mapping, got {json.dumps(answer, ensure_ascii=False)}"]
+            return [f"{where}: expected a mapping, got {_json(answer)}"]
         found = []
         for name, value in expected.items():
             below = f"{where}.{name}" if where else str(name)
             if name not in answer:
                 if value is None:
                     continue  # a field that is not there has no value
-                found.append(f"{below}: expected {json.dumps(value, ensure_ascii=False)}, is not there")
+                found.append(f"{below}: expected {_json(value)}, is not there")
             else:
                 found += differences(answer[name], value, below)
         return found
@@ -466,6 +483,5 @@ def differences(answer: object, expected: object, where: str = "") -> list[str]:
             found += differences(got, want, f"{where}[{i}]")
         return found
     if answer != expected or (isinstance(answer, bool) != isinstance(expected, bool)):
-        want, got = json.dumps(expected, ensure_ascii=False), json.dumps(answer, ensure_ascii=False)
-        return [f"{where}: expected {want}, got {got}"]
+        return [f"{where}: expected {_json(expected)}, got {_json(answer)}"]
     return []

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from datetime import date
 from typing import Any
 
 import pytest
 import redis
 
 from accumulator import Accumulator, AsyncAccumulator
-from accumulator.errors import AccumulatorError, InvalidInput, InvalidLadder, InvalidSettings, NamespaceMismatch
+from accumulator.errors import (
+    AccumulatorError,
+    InvalidInput,
+    InvalidLadder,
+    InvalidScenario,
+    InvalidSettings,
+    NamespaceMismatch,
+)
+from accumulator.simulate import differences, run_scenario
+from accumulator.store import Store
 from accumulator.testing import VirtualClock
 from tests.conftest import MakeClient, event
 from tests.invariants import contents
@@ -27,9 +37,7 @@ def test_positions_go_on_after_a_retraction(virtual: Accumulator, clock: Virtual
 
 
 def test_retract_names_the_last_window_of_an_id_remembered_twice(virtual: Accumulator, clock: VirtualClock) -> None:
-    virtual.load_policy(
-        "f", {"inactivity": "1s", "max_age": "2s", "dedupe_ttl": "10s", "on_conflict": "accept_newer"}
-    )
+    virtual.load_policy("f", {"inactivity": "1s", "max_age": "2s", "dedupe_ttl": "10s", "on_conflict": "accept_newer"})
     for number, (event_id, version) in enumerate([("A", 1), ("B", 1), ("A", 2), ("C", 1), ("D", 1)], 1):
         assert virtual.push(event(event_id, at=clock, source_version=version)).window_version == number
         clock.advance("11s")
@@ -76,13 +84,14 @@ WRONG: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
-def test_what_is_of_a_wrong_type_is_refused_by_name(live: Accumulator, call: Any) -> None:
+def test_what_is_of_a_wrong_type_is_refused_by_name(live: Accumulator, make_client: MakeClient, call: Any) -> None:
+    client = make_client()
     live.load_policy("f", {"inactivity": "10s"})
     live.load_ladder("l", {"anchor": "start", "steps": [{"name": "a", "offset": "1d"}]})
-    before = contents(live.store.client)
+    before = contents(client)
     with pytest.raises(InvalidInput):
         call(live)
-    assert contents(live.store.client) == before
+    assert contents(client) == before
 
 
 def test_a_ladder_with_a_lone_surrogate_is_refused(live: Accumulator) -> None:
@@ -95,3 +104,41 @@ def test_a_namespace_of_a_wrong_type_is_refused(make_client: MakeClient, options
     with pytest.raises(AccumulatorError) as refused:
         Accumulator(make_client(), **options)
     assert isinstance(refused.value, InvalidSettings | NamespaceMismatch)
+
+
+PUSH: dict[str, Any] = {"event_id": "E", "bucket_key": KEY}
+BASE: dict[str, Any] = {"policies": {"f": {"inactivity": "10s"}}, "steps": [{"at": "0s", "push": PUSH}]}
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"start": "9999-12-31T23:59:59+00:00"}, "start"),
+        ({"start": "0001-01-01T00:00:00+00:00"}, "start"),
+        ({"workers_down": [["40s", "10s"]]}, "workers_down"),
+        ({"steps": [{"at": "0s", "hold": {"bucket_key": KEY, "for": "0s"}}]}, "for"),
+        (
+            {"steps": [{"at": "0s", "push": PUSH | {"deadline": "5s", "deadline_at": "2026-01-01T00:00:05Z"}}]},
+            "deadline",
+        ),
+        ({"steps": [{"at": "0s", "push": PUSH | {"payload": 1, "payload_bytes": 5}}]}, "payload_bytes"),
+    ],
+)
+def test_a_scenario_that_can_mean_nothing_is_refused(redis_url: str, change: dict[str, Any], field: str) -> None:
+    store = Store.from_url(redis_url)
+    try:
+        with pytest.raises(InvalidScenario) as refused:
+            run_scenario(store, BASE | change)
+    finally:
+        store.close()
+    assert refused.value.field == field
+
+
+def test_an_expectation_may_hold_any_plain_data() -> None:
+    found = differences({"at": 1, "of": 2}, {"at": date(2026, 1, 1), "of": b"x", "more": {"a"}, 7: 8})
+    assert found == [
+        'at: expected "2026-01-01", got 1',
+        "of: expected \"b'x'\", got 2",
+        "more: expected \"{'a'}\", is not there",
+        "7: expected 8, is not there",
+    ]

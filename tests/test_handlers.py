@@ -141,8 +141,8 @@ def test_modules_register_when_they_are_loaded(module: Callable[[str, str], None
     [
         (None, "no_such_handlers can't be imported: there is no such module"),
         ("import no_such_thing", "it needs no_such_thing, which is not there"),
-        ("1 / 0", "can't be imported: ZeroDivisionError"),
-        ("def f(:", "can't be imported: SyntaxError"),
+        ("1 / 0", "can't be imported: ZeroDivisionError at no_such_handlers.py:1 <module>"),
+        ("def f(:", "can't be imported: SyntaxError at no_such_handlers.py:1"),
         ("from accumulator import handler\nhandler('f', timeout='x')", "handler f: timeout"),
     ],
 )

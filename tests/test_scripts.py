@@ -509,7 +509,8 @@ ROWS = {
         ("retract", T0, "t:f:1", "e1"),
         ["retracted", 1],
         {
-            "bucket:t:f:1": OPEN["bucket:t:f:1"] | {"tally": f"0 0 0 0 {T0}", "gone": "1", "retracted": "1"},
+            "bucket:t:f:1": OPEN["bucket:t:f:1"]
+            | {"open": f"{OPENED} *", "tally": f"0 0 0 0 {T0}", "gone": "1", "retracted": "1"},
             "events:t:f:1": [*OPEN["events:t:f:1"], [f"{T0}-1", ["", "e1"]]],
             "ids:t:f:1": {"e1": f"1x {T0} - {D1}"},
             "stats": {"accepted": "1", "retracted": "1"},
