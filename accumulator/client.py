@@ -50,6 +50,8 @@ def _one(event: EventLike | None, fields: dict[str, Any]) -> Event:
 
 
 def _many(events: Iterable[EventLike]) -> list[Event]:
+    if not isinstance(events, Iterable):
+        raise InvalidEvent("events", f"must be a list or another iterable, not {type(events).__name__}")
     return [Event.of(event, index) for index, event in enumerate(events)]
 
 

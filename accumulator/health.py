@@ -14,6 +14,7 @@ from typing import Any, Final
 import orjson
 
 from accumulator import keys
+from accumulator.emission import is_emission
 from accumulator.errors import AccumulatorError
 from accumulator.store import Call, Operation, Reply, answer, as_pairs, as_stream
 
@@ -408,7 +409,7 @@ def _stuck(prefixes: Sequence[str], aged: Sequence[Reply], now: int) -> Operatio
             count, oldest = count + 1, max(oldest, now - at)
     if closed:
         replies = yield [
-            Call(("HMGET", keys.bucket(prefix, bucket), "turn", "joins", "open")) for prefix, _, _, bucket in closed
+            Call(("HMGET", _line(prefix, name, bucket), "turn", "joins", "open")) for prefix, name, _, bucket in closed
         ]
         turns = [answer(reply) for reply in replies]
         before = yield [
@@ -420,6 +421,11 @@ def _stuck(prefixes: Sequence[str], aged: Sequence[Reply], now: int) -> Operatio
             if not gave_way and answer(state) != b"awaiting_approval":
                 count, oldest = count + 1, max(oldest, now - at)
     return Queue(count, oldest)
+
+
+def _line(prefix: str, name: str, bucket_key: str) -> str:
+    """What a manifest waits in line with: its bucket; what a ladder emitted, with that ladder."""
+    return keys.ladder(prefix, name.rpartition("s")[0]) if is_emission(name) else keys.bucket(prefix, bucket_key)
 
 
 def _ready(prefixes: Sequence[str], columns: _Columns) -> Operation[dict[str, int]]:

@@ -16,9 +16,9 @@ MAX_PARTITIONS = 4096
 _NAMESPACE = re.compile(r"[a-z0-9_-]{1,32}")
 
 
-def check_namespace(namespace: str) -> str:
+def check_namespace(namespace: object) -> str:
     """The namespace itself, if it is 1 to 32 of ``a-z 0-9 _ -``; else InvalidSettings."""
-    if _NAMESPACE.fullmatch(namespace) is None:
+    if not isinstance(namespace, str) or _NAMESPACE.fullmatch(namespace) is None:
         raise InvalidSettings("namespace", "must be 1 to 32 characters out of a-z, 0-9, '_' and '-'")
     return namespace
 

@@ -132,6 +132,7 @@ class LadderOperations:
     ) -> Operation[LadderStarted]:
         """Starts a ladder in a bucket, once. Raises UnknownLadder, UnknownFlow and InvalidInput."""
         check_bucket_key(bucket_key)
+        _text("ladder", name, 64)
         arguments = _arguments(args)
         if start_id is not None:
             _text("start_id", start_id, 256)
@@ -203,7 +204,7 @@ class LadderOperations:
     def _find(self, which: Which) -> Operation[str | None]:
         if isinstance(which, str):
             return which
-        if len(which) not in (2, 3):
+        if not isinstance(which, tuple | list) or len(which) not in (2, 3) or not all(isinstance(w, str) for w in which):
             raise InvalidInput("ladder", "must be its id, (bucket_key, name) or (bucket_key, name, start_id)")
         bucket_key, name = check_bucket_key(which[0]), which[1]
         index = keys.ladders(self.prefix_of(bucket_key), bucket_key)
@@ -285,6 +286,8 @@ class LadderOperations:
     def emission(self, emission_id: str) -> Operation[Emission | None]:
         """What a ladder emitted, by its id; None where there is no such emission."""
         yield from self.connect()
+        if not isinstance(emission_id, str):
+            raise InvalidInput("emission_id", f"must be text, not {type(emission_id).__name__}")
         if not is_emission(emission_id):
             return None
         prefix = self.prefix_of_window(emission_id)
@@ -330,6 +333,8 @@ def _text(field: str, value: object, most: int) -> None:
         raise InvalidInput(field, f"must be text of 1 to {most} bytes")
     if any(ord(character) < 32 or ord(character) == 127 for character in value):
         raise InvalidInput(field, "must not contain control characters")
+    if any(0xD800 <= ord(character) < 0xE000 for character in value):
+        raise InvalidInput(field, "must not contain a lone surrogate")
 
 
 def _arguments(args: object) -> str:

@@ -233,7 +233,11 @@ class _Reader:
             text = json.dumps(given, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError):
             raise self.wrong("options", "must be plain data, as JSON has it") from None
-        if len(text.encode(errors="replace")) > MAX_DEFINITION:
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError:
+            raise self.wrong("options", "must not contain a lone surrogate") from None
+        if size > MAX_DEFINITION:
             raise self.wrong("options", f"must be at most {MAX_DEFINITION} bytes")
         return text
 

@@ -22,12 +22,13 @@ from accumulator.errors import (
     InternalError,
     InvalidInput,
     NamespaceMismatch,
+    ServerError,
     UnknownFlow,
 )
 from accumulator.health import Health, beat, end, read_health, read_setup
 from accumulator.ladder_operations import LadderOperations
 from accumulator.manifest import RELATIONS, Contents, Manifest, StoredEvent, read_manifest, replay
-from accumulator.policy import Policy
+from accumulator.policy import Policy, shown
 from accumulator.store import Call, Operation, Reply, answer, as_pairs, as_stream
 
 T = TypeVar("T")
@@ -318,8 +319,8 @@ class Operations(LadderOperations):
         nonce: Callable[[int], str] = _nonce,
     ) -> None:
         self.namespace = keys.check_namespace(namespace)
-        if partitions is not None and not 1 <= partitions <= keys.MAX_PARTITIONS:
-            raise NamespaceMismatch(f"a namespace has 1 to {keys.MAX_PARTITIONS} partitions, not {partitions}")
+        if partitions is not None and (type(partitions) is not int or not 1 <= partitions <= keys.MAX_PARTITIONS):
+            raise NamespaceMismatch(f"a namespace has 1 to {keys.MAX_PARTITIONS} partitions, not {shown(partitions)}")
         self._wanted = partitions
         self._clock = clock
         self._nonce = nonce
@@ -561,14 +562,21 @@ class Operations(LadderOperations):
         errors: list[AccumulatorError] = []
         yield from self._measure()
         for turn, parts in enumerate(self._careful(rounds)):
-            if turn:
-                yield from self._measure()
-            replies: list[Reply] = yield [self._accept(part, events) for part in parts]
+            replies: list[Reply]
+            try:
+                if turn:
+                    yield from self._measure()
+                replies = yield [self._accept(part, events) for part in parts]
+            except ServerError as problem:  # these were not sent; what was answered before stands
+                replies = [problem] * len(parts)
             for part, reply in zip(parts, replies, strict=True):
                 if isinstance(reply, UnknownFlow):
                     # Nothing was done. Where the namespace knows the flow, this partition was behind.
-                    yield from self._bring(reply)
-                    (reply,) = yield [self._accept(part, events)]
+                    try:
+                        yield from self._bring(reply)
+                        (reply,) = yield [self._accept(part, events)]
+                    except ServerError as problem:
+                        reply = problem
                 if isinstance(reply, UnknownFlow):
                     raise reply
                 if isinstance(reply, AccumulatorError):
@@ -912,8 +920,20 @@ class Operations(LadderOperations):
         default = given.pop(None, "")
         pairs = [part for tenant, limit in given.items() for part in (tenant, limit)]
         replies = yield [self._script("take", self.prefixes[partition], sink, count, watch_ms, default, *pairs)]
-        flat = answer(replies[0])
-        return [Taken(flat[i].decode(), int(flat[i + 1]), flat[i + 2].decode()) for i in range(0, len(flat), 3)]
+        return _read_taken(replies[0])
+
+    def take_of(
+        self, partition: int, sink: str, tenant: str, count: int, watch_ms: int, limit: int
+    ) -> Operation[tuple[list[Taken], int]]:
+        """The same of one tenant, of which up to `limit` may be in flight in this partition; and how many it has left
+        there. A negative limit: only such as are in flight already, and were lost."""
+        yield from self.connect()
+        prefix = self.prefixes[partition]
+        replies = yield [
+            self._script("take", prefix, sink, count, watch_ms, 0, tenant, limit),
+            Call(("LLEN", keys.ready(prefix, sink, tenant))),
+        ]
+        return _read_taken(replies[0]), int(answer(replies[1]))
 
     def tenants(self, sink: str, partitions: Sequence[int]) -> Operation[list[list[str]]]:
         """The tenants (at most 1000) that have manifests of a sink ready, for each of these partitions."""
@@ -1141,6 +1161,8 @@ class Operations(LadderOperations):
             if found is None:
                 return Resolved(item, "missing")
             item = found
+        elif not isinstance(item, ReconcileItem):
+            raise InvalidInput("item", f"must be a reconciliation item or its id, not {type(item).__name__}")
         event = item.event
         replies = yield [
             self._script(
@@ -1214,7 +1236,7 @@ def _record(manifest: Manifest) -> list[Any]:
 def _stream_id(item_id: str) -> str:
     """The id in its partition's queue of an item: what follows ``<partition>-``."""
     parts = str(item_id).split("-")
-    if len(parts) != 3 or not all(part.isascii() and part.isdigit() and len(part) <= 20 for part in parts):
+    if len(parts) != 3 or not all(part.isascii() and part.isdigit() and len(part) <= 19 for part in parts):
         raise InvalidInput("item", "is no id of a reconciliation item")
     return f"{parts[1]}-{parts[2]}"
 
@@ -1234,8 +1256,8 @@ def _read_item(partition: int, stream_id: bytes, pairs: Sequence[tuple[bytes, by
     )
 
 
-def _choice(field: str, value: str, choices: Iterable[str]) -> None:
-    if value not in choices:
+def _choice(field: str, value: object, choices: Iterable[str]) -> None:
+    if not isinstance(value, str) or value not in choices:
         raise InvalidInput(field, f"must be one of {', '.join(filter(None, choices))}")
 
 
@@ -1245,6 +1267,8 @@ def _person(who: object, why: object) -> None:
             raise InvalidInput(field, f"must be 1 to {most} characters")
         if any(ord(character) < 32 for character in value):
             raise InvalidInput(field, "must not contain control characters")
+        if any(0xD800 <= ord(character) < 0xE000 for character in value):
+            raise InvalidInput(field, "must not contain a lone surrogate")
 
 
 def read_effects(reply: Reply) -> list[Effect]:
@@ -1254,6 +1278,11 @@ def read_effects(reply: Reply) -> list[Effect]:
         state, attempt, at, _, result = value.decode().split(" ", 4)
         found.append(Effect(name.decode(), state, int(attempt), int(at), result))
     return sorted(found)
+
+
+def _read_taken(reply: Reply) -> list[Taken]:
+    flat = answer(reply)
+    return [Taken(flat[i].decode(), int(flat[i + 1]), flat[i + 2].decode()) for i in range(0, len(flat), 3)]
 
 
 def _read_tick(reply: Reply) -> Tick:

@@ -100,6 +100,7 @@ def translate(error: BaseException) -> AccumulatorError:
     return InternalError(f"{type(error).__name__} from the client")
 
 
+_UTF_8 = (("utf-8", "strict"), ("utf8", "strict"))
 _NOT_RUN = (faults.NoScriptError, faults.TryAgainError, faults.AskError)
 
 
@@ -113,8 +114,17 @@ class _Wire:
     def __init__(self, client: object) -> None:
         self.plain = _is_fake(client)
         self.cluster = isinstance(client, redis.RedisCluster | redis.asyncio.RedisCluster)
+        encoder = client.get_encoder()  # type: ignore[attr-defined]
+        self.foreign = (encoder.encoding.lower().replace("_", "-"), encoder.encoding_errors) not in _UTF_8
 
     def command(self, call: Call, whole: bool = False) -> tuple[Any, ...]:
+        command = self._command(call, whole)
+        if not self.foreign:
+            return command
+        # A client that writes text in another encoding: keys and events are UTF-8 whoever sends them.
+        return (command[0], *(part.encode() if isinstance(part, str) else part for part in command[1:]))
+
+    def _command(self, call: Call, whole: bool) -> tuple[Any, ...]:
         if call.script is None:
             return call.args
         name: tuple[str, str]

@@ -74,8 +74,8 @@ class InFlight:
         counts[tenant] = counts.get(tenant, 0) + number
         self._totals[tenant] = self._totals.get(tenant, 0) + number
 
-    def take(self, partition: int, sink: str, tenant: str, count: int, watch_ms: int) -> list[Taken]:
-        """Takes up to `count` manifests of a tenant in a partition. Raises ServerError."""
+    def take(self, partition: int, sink: str, tenant: str, count: int, watch_ms: int) -> tuple[list[Taken], int]:
+        """Takes up to `count` manifests of a tenant in a partition; and how many are left there. Raises ServerError."""
         limit = self.limit(tenant)
         if limit is None:
             return self._take(partition, sink, tenant, count, watch_ms, _NO_LIMIT)
@@ -87,18 +87,21 @@ class InFlight:
             room = max(0, self.room(tenant))
             most = min(count, max(1, room // 2))
             here = self._counts[partition].get(tenant, 0)
-            found = self._take(partition, sink, tenant, most, watch_ms, here + room)
+            found, left = self._take(partition, sink, tenant, most, watch_ms, here + room)
             self._add(partition, tenant, len(found))
-            return found
+            if left and not found:
+                self.count(0.0)  # others came first
+            return found, left
 
     def take_lost(self, partition: int, sink: str, tenant: str, count: int, watch_ms: int) -> list[Taken]:
         """Takes only such as are in flight already, and whose watch said that they were lost. Raises ServerError."""
-        return self._take(partition, sink, tenant, count, watch_ms, -1)
+        return self._take(partition, sink, tenant, count, watch_ms, -1)[0]
 
-    def _take(self, partition: int, sink: str, tenant: str, count: int, watch_ms: int, limit: int) -> list[Taken]:
+    def _take(
+        self, partition: int, sink: str, tenant: str, count: int, watch_ms: int, limit: int
+    ) -> tuple[list[Taken], int]:
         operations = self._accumulator.operations
-        limits = {None: 0, tenant: limit}
-        return self._accumulator.store.perform(operations.take(partition, sink, count, watch_ms, limits))
+        return self._accumulator.store.perform(operations.take_of(partition, sink, tenant, count, watch_ms, limit))
 
     def ended(self, bucket_key: str) -> None:
         """One that was taken here is not in flight any more."""
@@ -247,17 +250,12 @@ class Turns:
             return []
         tenant, partition, share, reads = choice
         most = max(1, count // share)
-        found = self._in_flight.take(partition, self._sink, tenant, most, watch_ms)
-        if len(found) < most:
-            if self._in_flight.limit(tenant) is None:
-                with self._news:
-                    # Unless what was read meanwhile knows better.
-                    if self._reads.get(partition) == reads:
-                        self._forget(tenant, partition)
-            elif not found:
-                # Nothing is left there, or others came first.
-                self._read([partition])
-                self._in_flight.count(0.0)
+        found, left = self._in_flight.take(partition, self._sink, tenant, most, watch_ms)
+        if not left:
+            with self._news:
+                # Unless what was read meanwhile knows better.
+                if self._reads.get(partition) == reads:
+                    self._forget(tenant, partition)
         return found
 
     def _choose(self) -> tuple[str, int, int, int | None] | None:

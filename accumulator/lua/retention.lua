@@ -39,15 +39,19 @@ local function purge_manifest(window_id)
   return true
 end
 
--- The lowest version among the bucket's manifests that are not settled.
-local function lowest_unsettled(key)
-  local ids = call('ZRANGE', prefix .. 'manifests:' .. key, 0, 499)
-  for i = 1, #ids do
-    if not SETTLED[call('HGET', prefix .. 'manifest:' .. ids[i], 'state')] then
-      return tonumber(call('HGET', prefix .. 'manifest:' .. ids[i], 'version'))
+-- The version up to which all manifests of the bucket are settled: looked at from where it was left, since what settled
+-- stays so, and a bucket may have many.
+local function settled_up_to(b)
+  local done = tonumber(b.settled or 0)
+  local page = call('ZRANGE', prefix .. 'manifests:' .. b.key, '(' .. done, '+inf', 'BYSCORE', 'LIMIT', 0, 500, 'WITHSCORES')
+  for i = 1, #page, 2 do
+    if not SETTLED[call('HGET', prefix .. 'manifest:' .. page[i], 'state')] then
+      return done
     end
+    done = tonumber(page[i + 1])
+    b.settled = format('%d', done)
   end
-  return #ids < 500 and math.huge or 0
+  return #page < 1000 and math.huge or done
 end
 
 local function purge_bucket(key)
@@ -61,9 +65,9 @@ local function purge_bucket(key)
   end
   local again
   if b.older and not b.queued then
-    local lowest, left = lowest_unsettled(key), {}
+    local settled, left = settled_up_to(b), {}
     for number, remembered, version in string.gmatch(b.older, '(%d+):(%d+):(%d+)') do
-      if now >= tonumber(remembered) and tonumber(version) < lowest then
+      if now >= tonumber(remembered) and tonumber(version) <= settled then
         put('UNLINK', prefix .. 'ids.' .. number .. ':' .. key)
       else
         left[#left + 1] = number .. ':' .. remembered .. ':' .. version

@@ -19,9 +19,9 @@ local w = b.window
 
 local name = prefix .. 'ids:' .. b.key
 local known = call('HGET', name, id)
-for number in string.gmatch(b.older or '', '(%d+):%d+:%d+') do
-  if not known then
-    known = call('HGET', prefix .. 'ids.' .. number .. ':' .. b.key, id)
+if not known then
+  for number in string.gmatch(b.older or '', '(%d+):%d+:%d+') do
+    known = call('HGET', prefix .. 'ids.' .. number .. ':' .. b.key, id) or known -- the newest generation's word
   end
 end
 

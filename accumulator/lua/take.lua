@@ -132,7 +132,9 @@ while count_taken < most and progress do
   end
 end
 for i = 1, #queues do
-  put('LTRIM', queues[i].list, queues[i].at, -1)
+  if queues[i].at > 0 then
+    put('LTRIM', queues[i].list, queues[i].at, -1)
+  end
 end
 commit()
 for _, other in ipairs(unlisted) do

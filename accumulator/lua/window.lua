@@ -17,6 +17,7 @@
 --   queued   how many of its events wait in the reconciliation queue
 --   flushed  '<nonce> <window_id>' of the last flush that named no version; resolved: '<nonce> <item> <answer>' of the last
 --            item that was resolved
+--   settled  version up to which all manifests are known to be settled
 --
 -- A script decides on these tables, and writes through `put` when all is decided: Redis undoes nothing.
 local journal, ahead, stats, wake, handed_over = {}, 1, {}, nil, 0
@@ -172,7 +173,7 @@ local function load_bucket(key)
   for i = 1, #flat, 2 do
     f[flat[i]] = flat[i + 1]
   end
-  b.turn, b.waits, b.joins, b.older, b.queued = f.turn, f.waits, f.joins, f.older, f.queued
+  b.turn, b.waits, b.joins, b.older, b.queued, b.settled = f.turn, f.waits, f.joins, f.older, f.queued, f.settled
   if f.seen then
     b.now = math.max(b.now, tonumber(f.seen))
   end
@@ -223,7 +224,7 @@ local function save_bucket(b)
   if w then
     new.open = w.id .. ' ' .. w.version .. ' ' .. w.opened .. ' ' .. w.policy.version .. ' ' .. w.pv .. ' '
       .. (w.hard - w.opened) .. ' ' .. math.max(w.hold - w.opened, 0) .. ' ' .. w.relation
-      .. ((b.older or b.now > w.last) and ' *' or '')
+      .. ((b.older or w.gone > 0 or b.now > w.last) and ' *' or '')
     new.tally = format('%d %d %d %.0f %d', w.entries, w.ids, w.bytes, w.weight, w.last)
     if w.cutoff or w.deadline or w.terminal then
       new.limits = (w.cutoff or '-') .. ' ' .. (w.deadline or '-') .. ' ' .. (w.terminal or '-')
@@ -243,7 +244,8 @@ local function save_bucket(b)
   if b.since then
     new.ids = b.since .. ' ' .. b.remembered
   end
-  new.turn, new.waits, new.joins, new.older, new.queued = b.turn, b.waits, b.joins, b.older, b.queued
+  new.turn, new.waits, new.joins, new.older, new.queued, new.settled =
+    b.turn, b.waits, b.joins, b.older, b.queued, b.settled
   new.flushed, new.resolved = b.flushed or f.flushed, b.resolved or f.resolved
   if next(new) and b.now > (w and w.last or 0) then
     new.seen = b.now
