@@ -80,7 +80,7 @@ def anything(ctx: Context) -> None:
 
 @step_handler("lembrete", timeout="10s")
 def remind(ctx: StepContext) -> None:
-    """A reminder of an order that is not paid yet; a real shop would send it, under `effect.key`."""
+    """A reminder of an order that was left behind; a real shop would send it, under `effect.key`."""
     with ctx.effect("send") as effect:
         if effect.needed:
             tell("reminder", f"{ctx.bucket_key} {ctx.step}: by {ctx.attributes['channel']}")
@@ -149,7 +149,7 @@ def _samples() -> Iterator[Sample]:
 SAMPLES: Final = tuple(_samples())
 BUCKETS: Final = tuple(dict.fromkeys(sample.event.bucket_key for sample in SAMPLES))
 LADDER: Final = "lembrete"
-REMINDED: Final = next(sample.event.bucket_key for sample in SAMPLES if sample.event.kind == "pago")
+REMINDED: Final = next(sample.event.bucket_key for sample in SAMPLES if sample.event.kind == "frete_escolhido")
 LOOK: Final = 0.1
 PATIENCE: Final = 60.0
 """s in which every sample manifest must have been handled."""
@@ -243,11 +243,11 @@ class Story:
         return SAMPLES, False
 
     def _remind(self) -> None:
-        """Starts the ladder of the order that is paid later, once."""
+        """Starts the ladder of the order whose customer thinks it over, once."""
         if LADDER in self._client.ladder_definitions():
             started = self._client.start_ladder(LADDER, REMINDED, start_id="demo")
             if started.outcome == "started":
-                tell("ladder", f"{REMINDED} {LADDER}: started, until it is paid")
+                tell("ladder", f"{REMINDED} {LADDER}: started, until the customer goes on")
 
     def _deliver(self, sample: Sample) -> None:
         event = sample.event

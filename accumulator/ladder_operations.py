@@ -204,11 +204,7 @@ class LadderOperations:
     def _find(self, which: Which) -> Operation[str | None]:
         if isinstance(which, str):
             return which
-        if (
-            not isinstance(which, tuple | list)
-            or len(which) not in (2, 3)
-            or not all(isinstance(w, str) for w in which)
-        ):
+        if not _is_named(which):
             raise InvalidInput("ladder", "must be its id, (bucket_key, name) or (bucket_key, name, start_id)")
         bucket_key, name = check_bucket_key(which[0]), which[1]
         index = keys.ladders(self.prefix_of(bucket_key), bucket_key)
@@ -323,6 +319,11 @@ class LadderOperations:
         run = dict(as_pairs(replies[0]))
         definition = yield from self._definition(prefix, fields[b"name"].decode(), run.get(b"definition", b"").decode())
         return read_emission(emission_id, fields, run, answer(replies[1]), definition)
+
+
+def _is_named(which: object) -> bool:
+    """Whether it is (bucket_key, name) or (bucket_key, name, start_id)."""
+    return isinstance(which, tuple | list) and len(which) in (2, 3) and all(isinstance(part, str) for part in which)
 
 
 def _instant(value: object) -> int:

@@ -36,7 +36,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Config:
         "pedido": {"inactivity": "300ms", "terminal_kinds": ["pago"], "order_by": "source_version", "sink": "direct"},
         "default": {"inactivity": "500ms", "keep": "last", "sink": "direct"},
     }
-    ladder = {"anchor": "start", "steps": [{"name": "a", "offset": "50ms", "channel": "push"}], "cancel_on": ["pago"]}
+    ladder = {
+        "anchor": "start",
+        "steps": [{"name": "a", "offset": "50ms", "channel": "push"}],
+        "cancel_on": ["frete_escolhido"],
+    }
     ladder |= {"final_wait": "1d"}
     return Config(policies=policies, handlers=["accumulator.demo"], ladders={"lembrete": ladder})
 
@@ -104,8 +108,8 @@ def test_a_fresh_namespace_and_then_the_same_again(
     assert "inactivity" in told
     assert "3 edits, the last text is 'Contrato de compra'" in told
     assert "HGETALL" in told
-    assert "aurora:pedido:PED-106 a: by push" in told
-    assert "aurora:pedido:PED-106 cancelled by E9" in told
+    assert "aurora:pedido:PED-105 lembrete: started" in told
+    assert "aurora:pedido:PED-105 cancelled by E5" in told
 
     assert run(quick)
     told = capsys.readouterr().out
@@ -142,7 +146,7 @@ def test_nothing_is_delivered_again_once_ids_may_be_forgotten(
         told = capsys.readouterr().out
         assert client.counters() == before
     assert "nothing is delivered again" in told
-    assert "warning   policy pedido: version 3 rules, and the configuration file differs" in told
+    assert "warning   policy pedido: version 4 rules, and the configuration file differs" in told
 
 
 def test_what_no_handler_takes_is_not_handled(
