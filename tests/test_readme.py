@@ -85,7 +85,7 @@ def test_what_a_context_has_is_named() -> None:
 
 
 def test_roles_sinks_stages_and_outcomes() -> None:
-    assert [row[0] for row in table("role", "does")] == [f"`{role}`" for role in ROLES]
+    assert [row[0] for row in table("role", "does")] == [f"`{role}`" for role in (*ROLES, "rq")]
     sinks = {row[0].strip("`") for row in table("sink", "what happens")}
     assert sinks == HANDLED_SINKS | {"webhook", "none"}
     for outcome in Outcome:
