@@ -479,12 +479,14 @@ def test_what_can_not_stand_in_a_bucket_key_names_no_flow(flow: Any, said: str, 
 
 
 def test_the_rules_of_a_policy_that_only_names_its_gap() -> None:
-    assert policy().rules() == ("10000 3600000 1000 1048576 - 65536 - - 0 0 86400000 10 1 r - a a s a 1 0 0 0 e rq")
+    assert policy().rules() == (
+        "10000 3600000 1000 1048576 - 65536 - - 0 0 86400000 10 1 r - a a s a 1 0 0 0 e rq 259200000 1209600000"
+    )
 
 
 def test_the_rules_of_a_policy_that_names_everything() -> None:
     assert Policy(**EVERYTHING).rules() == (
-        "90000 172800000 50 1000 9007199254740991 2000 60000 0 250 5000 259200000 3 0 n o q r k l 0 1 1 1 t direct"
+        "90000 172800000 50 1000 9007199254740991 2000 60000 0 250 5000 259200000 3 0 n o q r k l 0 1 1 1 t direct 86400000 86400000"
     )
 
 
@@ -504,19 +506,19 @@ def test_the_rules_of_a_policy_that_names_everything() -> None:
         ({"on_policy_change": "reconcile"}, {17: "q"}),
         ({"keep": "last"}, {12: "0", 18: "l"}),
         ({"ordered": False}, {19: "0"}),
-        ({"kinds": ["a"]}, {12: "0", 20: "1", 21: "1"}),
-        ({"terminal_kinds": ["a"]}, {12: "0", 21: "1"}),
-        ({"starter_kinds": ["a"]}, {12: "0", 21: "1"}),
-        ({"requery_kinds": ["a"]}, {12: "0", 21: "1"}),
+        ({"kinds": ["a"]}, {12: "3", 20: "1", 21: "1"}),
+        ({"terminal_kinds": ["a"]}, {12: "2", 21: "1"}),
+        ({"starter_kinds": ["a"]}, {12: "2", 21: "1"}),
+        ({"requery_kinds": ["a"]}, {12: "2", 21: "1"}),
         ({"cutoffs": ["12:00"]}, {12: "0", 22: "1"}),
         ({"handover": "together"}, {23: "t"}),
         ({"sink": "none"}, {24: "none"}),
-        ({"timezone": "Asia/Kathmandu", "payload_ttl": "1d", "metadata_ttl": "2d"}, {}),
+        ({"timezone": "Asia/Kathmandu", "payload_ttl": "1d", "metadata_ttl": "2d"}, {25: "86400000", 26: "172800000"}),
     ],
 )
 def test_each_option_moves_its_own_tokens(options: dict[str, Any], changed: dict[int, str]) -> None:
     before, after = policy().rules().split(" "), policy(**options).rules().split(" ")
-    assert len(before) == len(after) == 25
+    assert len(before) == len(after) == 27
     assert {n: token for n, (token, old) in enumerate(zip(after, before, strict=True)) if token != old} == changed
 
 
