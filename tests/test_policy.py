@@ -486,7 +486,8 @@ def test_the_rules_of_a_policy_that_only_names_its_gap() -> None:
 
 def test_the_rules_of_a_policy_that_names_everything() -> None:
     assert Policy(**EVERYTHING).rules() == (
-        "90000 172800000 50 1000 9007199254740991 2000 60000 0 250 5000 259200000 3 0 n o q r k l 0 1 1 1 t direct 86400000 86400000"
+        "90000 172800000 50 1000 9007199254740991 2000 60000 0 250 5000 259200000 3 0 n o q r k l 0 1 1 1 t direct"
+        " 86400000 86400000"
     )
 
 
