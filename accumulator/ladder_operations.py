@@ -152,7 +152,7 @@ class LadderOperations:
         schedule = ladder.schedule(anchor, json.loads(arguments))
         replies = yield [
             self._script(
-                "start_ladder", self.prefix_of(bucket_key), self._nonce(6), bucket_key, name, start_id or "", version,
+                "start_ladder", self.prefix_of(bucket_key), self._nonce(12), bucket_key, name, start_id or "", version,
                 ladder.options, anchor, "1" if given else "0", arguments, ladder.past, "1" if ignore_earlier else "0",
                 "1" if ladder.escalates else "0", "" if schedule.now else schedule.ends, len(ladder.cancel_on),
                 *ladder.cancel_on,

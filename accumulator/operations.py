@@ -593,7 +593,7 @@ class Operations(LadderOperations):
         ceilings: list[int | str] = ["", ""]
         if self._allowances is not None:
             ceilings = [allowances[part.partition] for allowances in self._allowances.values()]
-        arguments: list[Any] = [self._nonce(6), *ceilings, len(part.groups)]
+        arguments: list[Any] = [self._nonce(12), *ceilings, len(part.groups)]
         for key, indices in part.groups.items():
             if len(indices) == 1:
                 event = events[indices[0]]
@@ -1166,8 +1166,8 @@ class Operations(LadderOperations):
         event = item.event
         replies = yield [
             self._script(
-                "resolve", self.prefix_of(event.bucket_key), self._nonce(6), "", "", _stream_id(item.item_id), decision,
-                who, why, event.bucket_key, *_packed(event),
+                "resolve", self.prefix_of(event.bucket_key), self._nonce(12), "", "", _stream_id(item.item_id),
+                decision, who, why, event.bucket_key, *_packed(event),
             )
         ]  # fmt: skip
         told, text = answer(replies[0])

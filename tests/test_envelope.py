@@ -1010,8 +1010,12 @@ def test_any_json_value(value: Any) -> None:
     assert exact(event.payload) == exact(value)
     assert exact(stored_again(event).payload) == exact(value)
     assert event.packed.size == len(orjson.dumps(value))
-    # Reading the canonical form back gives the same canonical form.
-    assert canonical_json(json.loads(event.canonical)["payload"]).decode() == reference_json(value)
+    # Reading the canonical form back gives the same canonical form. A double of 2^64 or more is written like an integer
+    # that no payload may hold.
+    again = json.loads(
+        event.canonical, parse_int=lambda text: int(text) if -(2**63) <= int(text) < 2**64 else float(text)
+    )
+    assert canonical_json(again["payload"]).decode() == reference_json(value)
 
 
 def test_canonical_json_takes_what_a_payload_may_be() -> None:

@@ -7,7 +7,7 @@
 --            events:<w> stray:<w> kept:<w> manifest:<w> policy:<flow> tenants:<sink> ready:<sink>:<tenant> open outbox reconcile audit stats
 --            watched noticed:<k> ladders:<k> ladders:<state> ladder:<l> ladderdef:<name> inflight attention
 -- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere: the server's clock
--- ARGV[2] -> nonce of the caller for window ids, 6 characters [0-9a-z]
+-- ARGV[2] -> nonce of the caller for window ids, 12 characters [0-9a-z]
 -- ARGV[3] -> how many manifests this partition's outbox may hold; '' for no ceiling
 -- ARGV[4] -> how many items this partition's reconciliation queue may hold; '' for no ceiling
 -- ARGV[5] -> number of groups; then for each group, the events of one bucket:

@@ -6,7 +6,7 @@
 -- KEYS[1] -> <ns>:{<p>}:timers
 -- derived -> as accept
 -- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere
--- ARGV[2] -> nonce of the caller for window ids, 6 characters [0-9a-z]
+-- ARGV[2] -> nonce of the caller for window ids, 12 characters [0-9a-z]
 -- ARGV[3] -> ''
 -- ARGV[4] -> ''
 -- ARGV[5] -> item id in reconcile

@@ -6,7 +6,7 @@
 -- derived -> <ns>:{<p>}: ladder:<l> ladderargs:<l> ladderdef:<name> ladders:<k> ladders:<state> noticed:<k> manifest:<w>
 --            outbox tenants:<sink> ready:<sink>:<tenant> policy:<flow> inflight attention stats
 -- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere
--- ARGV[2] -> nonce of the caller for the ladder's id, 6 characters [0-9a-z]
+-- ARGV[2] -> nonce of the caller for the ladder's id, 12 characters [0-9a-z]
 -- ARGV[3] -> bucket_key
 -- ARGV[4] -> name of the ladder
 -- ARGV[5] -> start_id; '' for one ladder of that name at a time
