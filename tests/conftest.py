@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import shutil
 import sys
@@ -305,3 +306,11 @@ def check_connections(control: redis.Redis, but: Set[int] = frozenset(), timeout
         return all(int(client["id"]) in own for client in control.client_list())
 
     wait_until(closed, timeout, "no client is left open on the server")
+
+
+@pytest.fixture(autouse=True)
+def fresh_logs() -> None:
+    """What a test set up of the logs, as our programs do, is no other test's: caplog would hear nothing of it."""
+    root = logging.getLogger("accumulator")
+    root.propagate, root.handlers[:] = True, []
+    root.setLevel(logging.NOTSET)
