@@ -304,8 +304,8 @@ class LadderOperations:
         Refused for good where the awaited event has come."""
         yield from self.connect()
         prefix = self.prefix_of_window(emission_id)
-        replies = yield [self._script("begin", prefix, emission_id, attempt, token, lease_ms, most)]
-        granted, state, *rest = answer(replies[0])
+        replies = yield [self._script("begin", prefix, token, emission_id, attempt, lease_ms, most)]
+        [[granted, state, *rest]] = answer(replies[0])
         if granted != b"granted":
             return state.decode(), None
         return state.decode(), (yield from self._read_emission(prefix, emission_id, dict(as_pairs(rest[0]))))

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from accumulator import keys
 from accumulator.emission import is_emission
@@ -246,6 +246,33 @@ class Grant(NamedTuple):
     manifest: Manifest | None
 
 
+class Ask(NamedTuple):
+    """What is asked for an attempt: granted once, for `lease_ms`; `most`: failures the handler allows."""
+
+    window_id: str
+    attempt: int
+    lease_ms: int
+    most: int
+
+
+class Settlement(NamedTuple):
+    """How an attempt is to end, as lua/settle.lua says it; `manifest` is recorded along."""
+
+    window_id: str
+    token: str
+    ending: str
+    cause: str
+    delay_ms: int = 0
+    error: str = ""
+    checkpoint: str = ""
+    manifest: Manifest | None = None
+
+    def arguments(self) -> list[Any]:
+        """As the script takes it."""
+        record = _record(self.manifest) if self.manifest else []
+        return [*self[:5], self.error[:2000], self.checkpoint, len(record), *record]
+
+
 class Effect(NamedTuple):
     """An entry of a manifest's ledger: `state` begun, uncertain or confirmed, since `at` (ms) in `attempt`; `result` is
     JSON, or empty."""
@@ -329,6 +356,7 @@ class Operations(LadderOperations):
         self.partitions = 0
         self.prefixes: list[str] = []
         self._flows: set[str] = set()
+        self._policies: dict[tuple[str, int], tuple[float, Policy]] = {}
         self._ceilings = {name: default for name, (_, default) in _CEILINGS.items()}
         self._allowances: dict[str, list[int]] | None = None
         self._counted = -math.inf
@@ -964,19 +992,50 @@ class Operations(LadderOperations):
 
     def begin(self, window_id: str, attempt: int, token: str, lease_ms: int, most: int) -> Operation[Grant]:
         """Asks for an attempt: granted once, to one token, for `lease_ms`. `most`: failures the handler allows."""
+        [found] = yield from self.begin_all(token, [Ask(window_id, attempt, lease_ms, most)])
+        return cast(Grant, answer(found))
+
+    def begin_all(self, token: str, asks: Sequence[Ask]) -> Operation[list[Grant | AccumulatorError | None]]:
+        """The same for many at once. None: nothing was done about it, ask again; an error where it could not be asked,
+        or what was granted can't be read."""
         yield from self.connect()
-        prefix = self.prefix_of_window(window_id)
-        replies = yield [self._script("begin", prefix, window_id, attempt, token, lease_ms, most)]
-        granted, state, *rest = answer(replies[0])
-        if granted != b"granted":
-            return Grant(state.decode(), None)
-        fields, kept, page = dict(as_pairs(rest[0])), rest[1] or None, as_stream(rest[2])
+        parts = self._by_partition(ask.window_id for ask in asks)
+        replies = yield [
+            self._script("begin", prefix, token, *(arg for i in indices for arg in asks[i]))
+            for prefix, indices in parts.items()
+        ]
+        found: list[Grant | AccumulatorError | None] = [None] * len(asks)
+        for (prefix, indices), reply in zip(parts.items(), replies, strict=True):
+            if isinstance(reply, AccumulatorError):
+                for i in indices:
+                    found[i] = reply
+                continue
+            for i, (told, *rest) in zip(indices, reply, strict=True):
+                try:
+                    if told == b"granted":
+                        found[i] = yield from self._granted(prefix, asks[i].window_id, rest)
+                    elif told == b"refused":
+                        found[i] = Grant(rest[0].decode(), None)
+                except AccumulatorError as problem:
+                    found[i] = problem
+        return found
+
+    def _granted(self, prefix: str, window_id: str, reply: Sequence[Reply]) -> Operation[Grant]:
+        state, pairs, kept, entries = reply
+        fields, page = dict(as_pairs(pairs)), as_stream(entries)
         bucket_key = fields[b"bucket"].decode()
         if len(page) < PAGE:
-            contents = replay(bucket_key, page, kept)
+            contents = replay(bucket_key, page, kept or None)
         else:
-            contents = yield from self._contents(keys.events(prefix, window_id), bucket_key, kept)
+            contents = yield from self._contents(keys.events(prefix, window_id), bucket_key, kept or None)
         return Grant(state.decode(), read_manifest(window_id, fields, contents))
+
+    def _by_partition(self, window_ids: Iterable[str]) -> dict[str, list[int]]:
+        """Prefix of a partition → the positions of these window ids that lie in it, in order."""
+        parts: dict[str, list[int]] = {}
+        for i, window_id in enumerate(window_ids):
+            parts.setdefault(self.prefix_of_window(window_id), []).append(i)
+        return parts
 
     def settle(
         self,
@@ -992,15 +1051,24 @@ class Operations(LadderOperations):
         """Ends an attempt, see lua/settle.lua for the endings; `manifest` is recorded along. ``done``; or
         ``refused`` where the token has no say any more, ``effects_begun`` or ``no_newer_window`` where it can't give
         way."""
+        [told] = yield from self.settle_all(
+            [Settlement(window_id, token, ending, cause, delay_ms, error, checkpoint, manifest)]
+        )
+        return cast(str, answer(told))
+
+    def settle_all(self, settlements: Sequence[Settlement]) -> Operation[list[str | AccumulatorError]]:
+        """The same for many at once; an error where that one could not be settled."""
         yield from self.connect()
-        prefix = self.prefix_of_window(window_id)
+        parts = self._by_partition(one.window_id for one in settlements)
         replies = yield [
-            self._script(
-                "settle", prefix, window_id, token, ending, cause, delay_ms, error[:2000], checkpoint,
-                *(_record(manifest) if manifest else [""]),
-            )
-        ]  # fmt: skip
-        return str(answer(replies[0])[0].decode())
+            self._script("settle", prefix, *(arg for i in indices for arg in settlements[i].arguments()))
+            for prefix, indices in parts.items()
+        ]
+        told: list[str | AccumulatorError] = [""] * len(settlements)
+        for indices, reply in zip(parts.values(), replies, strict=True):
+            for n, i in enumerate(indices):
+                told[i] = reply if isinstance(reply, AccumulatorError) else reply[n][0].decode()
+        return told
 
     def effect(
         self, window_id: str, token: str, name: str, step: str, nonce: str, result: str = ""
@@ -1078,15 +1146,23 @@ class Operations(LadderOperations):
         return bool(answer(replies[0]) == b"done")
 
     def policy_of(self, manifest: Manifest) -> Operation[Policy]:
-        """The policy that a manifest's window obeyed."""
+        """The policy that a manifest's window obeyed. Its version never changes; read anew once a minute all the same,
+        since the namespace may have been wiped."""
         yield from self.connect()
+        known = self._policies.get((manifest.flow, manifest.flow_policy))
+        if known is not None and known[0] > time.monotonic():
+            return known[1]
         prefix = self.prefix_of(manifest.bucket_key)
         field = f"{manifest.flow_policy}:json"
         replies = yield [Call(("HGET", keys.policy(prefix, flow), field)) for flow in (manifest.flow, "default")]
         for reply in replies:
             text = answer(reply)
             if text is not None:
-                return Policy.from_json(text.decode())
+                policy = Policy.from_json(text.decode())
+                if len(self._policies) >= 1000:
+                    self._policies.clear()
+                self._policies[manifest.flow, manifest.flow_policy] = time.monotonic() + 60, policy
+                return policy
         raise UnknownFlow(manifest.flow)
 
     def record(self, manifest: Manifest) -> Operation[None]:

@@ -1,14 +1,19 @@
-"""Running handlers: one attempt at a manifest, and the threads that make attempts for the sink `direct`."""
+"""Running handlers: attempts at manifests, and the threads that make attempts for the sink `direct`."""
 
 from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from logging import DEBUG
+from statistics import median
 from time import monotonic
 from typing import Final, TypeVar
+
+from structlog.stdlib import BoundLogger
 
 from accumulator.client import Accumulator
 from accumulator.context import Context, LeaseLost, NeedsApproval, StepContext, Uncertain, Work
@@ -26,10 +31,14 @@ from accumulator.handlers import (
 )
 from accumulator.logs import get_logger, place
 from accumulator.manifest import Manifest
+from accumulator.operations import Ask, Grant, Settlement
 from accumulator.role import SLICE, Role
+from accumulator.store import answer
 from accumulator.turns import InFlight, Turns
 
 T = TypeVar("T")
+
+_log = get_logger("runner")
 
 LEASE_MARGIN: Final = 10_000
 """ms that a lease outlasts the handler's timeout: to read the manifest before, and to settle after."""
@@ -40,6 +49,16 @@ PATIENCE: Final = 20.0
 """s that an attempt waits for a server that does not answer, before its handler runs."""
 
 _BRIEF_LEASE: Final = 60_000
+
+HASTE: Final = 0.002
+"""s of handling that a thread of the runner takes at once: no more than asking the server costs."""
+LINGER: Final = 0.01
+"""s that what is over may wait to be settled, while no handler is slow."""
+SLOW: Final = 0.1
+"""s that one handler may hold up others that were taken with it."""
+MOST: Final = 50
+"""Manifests taken at once."""
+
 Guard = Callable[[float], AbstractContextManager[object]]
 """Makes what limits a block to so many seconds by raising Timeout in it, where that can be done."""
 
@@ -69,69 +88,77 @@ class Attempt:
         self.window_id = window_id
         self.attempt = attempt
         self.bucket_key = bucket_key
-        self.token = secrets.token_hex(8)
+        self.of_ladder = is_emission(window_id)
+        self.token = ""
         self.deadline: float | None = None
         """When its handler is past its timeout, by the monotonic clock; None while none runs."""
         self._limit = limit
         self._find = find
         self._find_step = find_step
         self._handler: Handler | None = None
+        self._missing = False
         self._lease_until = 0.0
         self._group: tuple[Manifest, ...] = ()
         self._emission: Emission | None = None
         self._lock = threading.Lock()
         self._ended = False
-        self._log = get_logger("runner").bind(window_id=window_id, attempt=attempt)
+
+    @property
+    def log(self) -> BoundLogger:
+        log: BoundLogger = _log.bind(window_id=self.window_id, attempt=self.attempt)
+        if self.bucket_key is not None:
+            log = log.bind(flow=self.bucket_key.split(":", 2)[1], bucket_key=self.bucket_key)
+        return log if self._emission is None else log.bind(ladder=self._emission.ladder)
 
     def run(self) -> str | None:
         """How it ended, as settle takes it; None where this attempt had or has no say. Raises nothing of the handler's;
         ServerError where it could not even begin: then the manifest's watch brings it back."""
+        granted, _ = begin([self])
+        return settle([(self, self.handle())]).get(self) if granted else None
+
+    def ask(self, token: str) -> Ask | None:
+        """What to ask the server for; None where there is no such manifest. Raises ServerError."""
         store, operations = self.accumulator.store, self.accumulator.operations
-        if is_emission(self.window_id):
+        self.token = token
+        if self.of_ladder:
             self._emission = _keep_trying(lambda: store.perform(operations.emission(self.window_id)), PATIENCE)
             self.bucket_key = None if self._emission is None else self._emission.bucket_key
-        key = self.bucket_key or _keep_trying(lambda: store.perform(operations.owner(self.window_id)), PATIENCE)
-        if key is None:
-            self._log.error("manifest_unknown")
+        elif self.bucket_key is None:
+            self.bucket_key = _keep_trying(lambda: store.perform(operations.owner(self.window_id)), PATIENCE)
+        if self.bucket_key is None:
+            self.log.error("manifest_unknown")
             return None
-        self.bucket_key = key
-        flow = key.split(":", 2)[1]
-        self._log = self._log.bind(flow=flow, bucket_key=key)
-        missing = False
         try:
             if self._emission is None:
-                handler: Handler | None = self._find(flow)
+                self._handler = self._find(self.bucket_key.split(":", 2)[1])
             else:
-                self._log = self._log.bind(ladder=self._emission.ladder)
-                handler = self._find_step(self._emission)
+                self._handler = self._find_step(self._emission)
         except HandlerMissing:
-            handler, missing = None, True
-        self._handler = handler
+            self._missing = True
+        handler = self._handler
         lease = LEASE_MARGIN + handler.timeout if handler else _BRIEF_LEASE
-        most = handler.max_attempts if handler else 0
         self._lease_until = monotonic() + lease / 1000
-        try:
-            begin = operations.begin if self._emission is None else operations.begin_emission
-            state, granted = _keep_trying(
-                lambda: store.perform(begin(self.window_id, self.attempt, self.token, lease, most)), PATIENCE
-            )
-            if granted is None:
-                self._log.debug("not_granted", state=state)
-                return None
-            if isinstance(granted, Emission):
-                self._emission = granted
-            else:
-                self._group = self._hand_over(granted)
-        except ServerError:
-            raise
-        except AccumulatorError as problem:
-            return self._settle(Ending("failed", cause_of(problem), 60_000, text=str(problem)))
-        if handler is None and not missing:
-            return self._settle(Ending("confirmed", "no_handler"))  # nobody wants to know
-        if handler is None:
-            self._log.error("handler_missing")
-            return self._settle(Ending("returned", "HandlerMissing", self._pause()))
-        return self._handle(handler)
+        return Ask(self.window_id, self.attempt, lease, handler.max_attempts if handler else 0)
+
+    def granted(self, state: str, handled: Manifest | Emission | None) -> bool:
+        """Takes what was answered to that; whether it may go on. Raises ServerError."""
+        if handled is None:
+            self.log.debug("not_granted", state=state)
+            return False
+        if isinstance(handled, Emission):
+            self._emission = handled
+        else:
+            self._group = self._hand_over(handled)
+        return True
+
+    def handle(self) -> Ending:
+        """Runs the handler to its end, whichever that is."""
+        if self._handler is not None:
+            return self._handle(self._handler)
+        if not self._missing:
+            return Ending("confirmed", "no_handler")  # nobody wants to know
+        self.log.error("handler_missing")
+        return Ending("returned", "HandlerMissing", self._pause())
 
     def _pause(self) -> int:
         """ms until somebody else may be there who can handle it."""
@@ -139,6 +166,8 @@ class Attempt:
 
     def _hand_over(self, manifest: Manifest) -> tuple[Manifest, ...]:
         """All manifests of this hand-over, the oldest first."""
+        if not manifest.joined:
+            return (manifest,)
         store, operations = self.accumulator.store, self.accumulator.operations
 
         def read(window_id: str) -> Manifest | None:
@@ -147,27 +176,26 @@ class Attempt:
         others = [read(other) for other in manifest.joined]
         return (*sorted((m for m in others if m is not None), key=lambda m: m.window_version), manifest)
 
-    def _handle(self, handler: Handler) -> str | None:
+    def _handle(self, handler: Handler) -> Ending:
         # An answer to `begin` that came late has used some of the lease up: the handler must not outlive it.
         seconds = min(handler.timeout / 1000, self._lease_until - monotonic() - LEASE_MARGIN / 2000)
         if seconds <= 0:
-            return self._settle(Ending("returned", "BeganLate", 1_000))
+            return Ending("returned", "BeganLate", 1_000)
         ctx = self._context(handler, seconds)
         self.deadline = monotonic() + seconds
         try:
             odd = next((m.anomaly for m in self._group if m.anomaly), None)
             if odd is not None:
-                ending = Ending("reconciling", odd)
-            elif isinstance(ctx, Context) and not handler.loads and _must_load(ctx):
-                ending = Ending("returned", "NeedsLoad", self._pause())
-            else:
-                with self._limit(seconds):
-                    ctx.run()
-                ending = Ending("confirmed", "handled", checkpoint=ctx.left)
+                return Ending("reconciling", odd)
+            if isinstance(ctx, Context) and not handler.loads and _must_load(ctx):
+                return Ending("returned", "NeedsLoad", self._pause())
+            with self._limit(seconds):
+                ctx.run()
+            return Ending("confirmed", "handled", checkpoint=ctx.left)
         except BaseException as error:  # whatever a handler raises is an attempt that ended
-            ending = _ending(error, handler, ctx)
-        self.deadline = None
-        return self._settle(ending)
+            return _ending(error, handler, ctx)
+        finally:
+            self.deadline = None
 
     def _context(self, handler: Handler, seconds: float) -> Context | StepContext:
         if self._emission is not None:
@@ -177,69 +205,62 @@ class Attempt:
     def give_up(self, cause: str) -> str | None:
         """Ends the attempt from another thread while its handler still runs: what that does from now on changes
         nothing. None where it ended by itself meanwhile."""
+        if self.deadline is None or not self.claim():
+            return None
+        ending = self._failed(cause) if cause != "Stopped" else Ending("returned", cause, 1_000)
+        return _settle([(self, ending)]).get(self)
+
+    def claim(self) -> bool:
+        """Whether the caller is the first to end it."""
         with self._lock:
-            if self._ended or self.deadline is None:
+            first, self._ended = not self._ended, True
+            return first
+
+    def settlement(self, ending: Ending) -> Settlement:
+        """What to tell the server. Raises ServerError."""
+        for other in self._group[:-1]:
+            self.accumulator.store.perform(self.accumulator.operations.record(other))
+        return Settlement(
+            self.window_id,
+            self.token,
+            ending.name,
+            ending.cause,
+            ending.delay,
+            ending.text,
+            ending.checkpoint,
+            self._group[-1] if self._group else None,
+        )
+
+    def answered(self, ending: Ending, told: str | AccumulatorError, pause: float) -> Ending | None:
+        """Takes what was answered to that. Where the server is to be told again, after `pause` seconds: with what."""
+        if isinstance(told, ServerError) and monotonic() + pause <= self._lease_until:
+            return ending
+        if told in ("effects_begun", "no_newer_window"):
+            return self._failed(str(told))  # it can't give way: it is an attempt like any other that failed
+        if isinstance(told, AccumulatorError):
+            # Its lease ends, and the manifest is tried again.
+            self.log.error("not_settled", ending=ending.name, cause=ending.cause, problem=type(told).__name__)
+        elif told != "done":
+            self.log.warning("settled_too_late", ending=ending.name, cause=ending.cause)
+        else:
+            if ending.name == "confirmed":
+                if _log.isEnabledFor(DEBUG):
+                    self.log.debug("confirmed")
                 return None
-            self._ended = True
-        if cause == "Stopped" or self._handler is None:
-            return self._settle(Ending("returned", cause, 1_000), by_other=True)
-        ending = Ending("failed", cause, self._handler.delay(self._failures() + 1))
-        return self._settle(ending, by_other=True)
+            last = self._handler is not None and self._failures() + 1 >= self._handler.max_attempts
+            name = "dead" if ending.name == "failed" and last else ending.name
+            tell = self.log.error if name == "dead" else self.log.warning
+            tell(name, cause=ending.cause, where=ending.where, delay_ms=0 if name == "dead" else ending.delay)
+        return None
+
+    def _failed(self, cause: str) -> Ending:
+        return Ending("failed", cause, 1_000 if self._handler is None else self._handler.delay(self._failures() + 1))
 
     def _failures(self) -> int:
         """Failed attempts before this one."""
         if self._emission is not None:
             return self._emission.failures
         return self._group[-1].failures if self._group else 0
-
-    def _settle(self, ending: Ending, by_other: bool = False) -> str | None:
-        with self._lock:
-            if self._ended and not by_other:
-                return None
-            self._ended = True
-        if ending.name == "lost":
-            self._log.warning("lease_lost")
-            return None
-        store, operations = self.accumulator.store, self.accumulator.operations
-
-        def settle(ending: Ending) -> str:
-            for other in self._group[:-1]:
-                store.perform(operations.record(other))
-            return store.perform(
-                operations.settle(
-                    self.window_id,
-                    self.token,
-                    ending.name,
-                    ending.cause,
-                    ending.delay,
-                    ending.text,
-                    ending.checkpoint,
-                    self._group[-1] if self._group else None,
-                )
-            )
-
-        try:
-            told = _keep_trying(lambda: settle(ending), self._lease_until - monotonic())
-            if told in ("effects_begun", "no_newer_window"):
-                # It can't give way: it is an attempt like any other that failed.
-                failures = self._failures() + 1
-                ending = Ending("failed", told, self._handler.delay(failures) if self._handler else 1_000)
-                told = _keep_trying(lambda: settle(ending), self._lease_until - monotonic())
-        except AccumulatorError as problem:
-            # Its lease ends, and the manifest is tried again.
-            self._log.error("not_settled", ending=ending.name, cause=ending.cause, problem=type(problem).__name__)
-            return None
-        if told != "done":
-            self._log.warning("settled_too_late", ending=ending.name, cause=ending.cause)
-            return None
-        if ending.name == "confirmed":
-            self._log.debug("confirmed")
-        else:
-            last = self._handler is not None and self._failures() + 1 >= self._handler.max_attempts
-            name = "dead" if ending.name == "failed" and last else ending.name
-            tell = self._log.error if name == "dead" else self._log.warning
-            tell(name, cause=ending.cause, where=ending.where, delay_ms=0 if name == "dead" else ending.delay)
-        return ending.name
 
 
 @dataclass(frozen=True)
@@ -253,6 +274,82 @@ class Ending:
     text: str = ""
     where: str = ""
     checkpoint: str = ""
+
+
+def begin(attempts: Sequence[Attempt]) -> tuple[list[Attempt], list[Attempt]]:
+    """Asks for attempts, as many at once as will do: those that may go on, and those that are to be asked for later.
+    What a ladder emitted begins alone, just before it runs, since until then it may be called off. Raises ServerError.
+    """
+    first, token = attempts[0], secrets.token_hex(8)
+    store, operations = first.accumulator.store, first.accumulator.operations
+    if first.of_ladder:
+        now, later = [first], list(attempts[1:])
+    else:
+        now, later = [a for a in attempts if not a.of_ladder], [a for a in attempts if a.of_ladder]
+    asked = [(attempt, ask) for attempt in now if (ask := attempt.ask(token)) is not None]
+
+    def perform() -> list[Grant | tuple[str, Emission | None] | AccumulatorError | None]:
+        if first.of_ladder:
+            return [
+                store.perform(operations.begin_emission(ask.window_id, ask.attempt, token, ask.lease_ms, ask.most))
+                for _, ask in asked
+            ]
+        found = store.perform(operations.begin_all(token, [ask for _, ask in asked]))
+        for each in found:
+            if isinstance(each, ServerError):
+                raise each
+        return [*found]
+
+    going, broken = [], []
+    for (attempt, _), found in zip(asked, _keep_trying(perform, PATIENCE), strict=True):
+        try:
+            if found is None:
+                later.append(attempt)
+            elif attempt.granted(*answer(found)):
+                going.append(attempt)
+        except ServerError:
+            raise
+        except AccumulatorError as problem:
+            broken.append((attempt, Ending("failed", cause_of(problem), 60_000, text=str(problem))))
+    settle(broken)
+    return going, later
+
+
+def settle(ended: Sequence[tuple[Attempt, Ending]]) -> dict[Attempt, str]:
+    """Tells the server how attempts ended, as many at once as will do: the name of each one's ending, but of those that
+    had no say any more."""
+    claimed = [(attempt, ending) for attempt, ending in ended if attempt.claim()]
+    for attempt, ending in claimed:
+        if ending.name == "lost":
+            attempt.log.warning("lease_lost")
+    return _settle([(attempt, ending) for attempt, ending in claimed if ending.name != "lost"])
+
+
+def _settle(ended: Sequence[tuple[Attempt, Ending]]) -> dict[Attempt, str]:
+    names, pause = {}, 0.05
+    while ended:
+        again, refused = [], False
+        for (attempt, ending), told in zip(ended, _tell(ended), strict=True):
+            if told == "done":
+                names[attempt] = ending.name
+            other = attempt.answered(ending, told, pause)
+            if other is not None:
+                again.append((attempt, other))
+                refused |= isinstance(told, ServerError)
+        if refused:
+            threading.Event().wait(pause)
+            pause = min(1.0, pause * 2)
+        ended = again
+    return names
+
+
+def _tell(ended: Sequence[tuple[Attempt, Ending]]) -> Sequence[str | AccumulatorError]:
+    accumulator = ended[0][0].accumulator
+    try:
+        settlements = [attempt.settlement(ending) for attempt, ending in ended]
+        return accumulator.store.perform(accumulator.operations.settle_all(settlements))
+    except AccumulatorError as problem:
+        return [problem] * len(ended)
 
 
 def _must_load(ctx: Context) -> bool:
@@ -309,21 +406,68 @@ def run_attempt(
 
 
 class _Slot:
-    """One thread of the runner and what it is at."""
+    """One thread of the runner: the attempt it is at, since when (s, monotonic), those that wait for it, and those that
+    are over and not settled yet."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.thread: threading.Thread | None = None
         self.attempt: Attempt | None = None
+        self.since = 0.0
         self.replaced = False
+        self._lock = threading.Lock()
+        self._waiting: deque[Attempt] = deque()
+        self._over: list[tuple[Attempt, Ending]] = []
+
+    @property
+    def holds(self) -> bool:
+        """Whether others wait for the one it is at."""
+        return bool(self._waiting or self._over)
+
+    def run(self, attempts: Sequence[Attempt]) -> list[float]:
+        """Begins, runs and settles them, one after the other; how long (s) each handler took. Raises ServerError."""
+        took: list[float] = []
+        later = list(attempts)
+        while later and not self.replaced:
+            granted, later = begin(later)
+            self._waiting.extend(granted)
+            told = monotonic()
+            while (attempt := self._next()) is not None:
+                self.since = monotonic()
+                self.attempt = attempt
+                ending = attempt.handle()
+                self.attempt = None
+                now = monotonic()
+                took.append(now - self.since)
+                with self._lock:
+                    self._over.append((attempt, ending))
+                if now - told >= LINGER:
+                    self.settle()
+                    told = monotonic()
+            self.settle()
+        return took
+
+    def _next(self) -> Attempt | None:
+        with self._lock:
+            return self._waiting.popleft() if self._waiting else None
+
+    def settle(self, cause: str | None = None) -> None:
+        """Settles what is over; with a `cause`, gives back what waits as well. From any thread."""
+        with self._lock:
+            over, self._over = self._over, []
+            if cause is not None:
+                over += [(attempt, Ending("returned", cause, 1)) for attempt in self._waiting]
+                self._waiting.clear()
+        settle(over)
 
 
 class DirectRunner(Role):
     """Runs handlers in `threads` threads of this process: the sink ``direct``.
 
-    Each thread takes one manifest when it is free, so that nothing waits here. A thread can't be killed: where a
-    handler is past its timeout, its attempt is ended without it and another thread takes its place; `abandoned` counts
-    them. When the runner stops, handlers have `grace` seconds; attempts that still run are given back at once.
+    A free thread takes one manifest, so that nothing waits here; where handlers are quick, as many as they finish in
+    HASTE, so that the server is asked once for all of them. A thread can't be killed: where a handler is past its
+    timeout, its attempt is ended without it and another thread takes its place; `abandoned` counts them. When the
+    runner stops, handlers have `grace` seconds; attempts that still run are given back at once.
     """
 
     name = "runner"
@@ -355,12 +499,14 @@ class DirectRunner(Role):
             self._slots.append(slot)
             slot.thread = self._spawn(slot, self._work, slot)
         pause = SLICE
-        for attempt in self._running():
-            if attempt.deadline is not None:
-                pause = min(pause, max(0.0, attempt.deadline - monotonic()))
+        for slot in self._slots:
+            if slot.holds:
+                pause = min(pause, SLOW)
+            if (attempt := slot.attempt) is not None and (deadline := attempt.deadline) is not None:
+                pause = min(pause, max(0.0, deadline - monotonic()))
         self._turns.listen(pause)
         self.trouble.over()
-        self._replace_overdue()
+        self._watch()
 
     def stop(self) -> None:
         super().stop()
@@ -374,16 +520,14 @@ class DirectRunner(Role):
         givers = []
         for slot in self._slots:
             slot.replaced = True
-            if slot.attempt is not None:
-                givers.append(self._spawn(slot, slot.attempt.give_up, "Stopped"))
+            givers.append(self._spawn(slot, slot.settle, "Stopped"))
+            if (attempt := slot.attempt) is not None:
+                givers.append(self._spawn(slot, attempt.give_up, "Stopped"))
         until = monotonic() + 1.0
         for thread in givers:
             thread.join(max(0.0, until - monotonic()))
         self._slots.clear()
         self._turns.close()
-
-    def _running(self) -> list[Attempt]:
-        return [attempt for slot in self._slots if (attempt := slot.attempt) is not None]
 
     def _spawn(self, slot: _Slot, target: Callable[..., object], *args: object) -> threading.Thread:
         # As daemons, since a handler that hangs must not keep the process.
@@ -391,11 +535,18 @@ class DirectRunner(Role):
         thread.start()
         return thread
 
-    def _replace_overdue(self) -> None:
+    def _watch(self) -> None:
+        """Looks after threads that are long at one handler: what is past its timeout ends; for others nobody waits."""
         now = monotonic()
         for slot in list(self._slots):
             attempt = slot.attempt
-            if attempt is not None and attempt.deadline is not None and attempt.deadline <= now:
+            if attempt is None:
+                continue
+            deadline = attempt.deadline
+            overdue = deadline is not None and deadline <= now
+            if slot.holds and (overdue or now - slot.since >= SLOW):
+                self._spawn(slot, slot.settle, "Waited")
+            if overdue:
                 slot.replaced = True
                 self._slots.remove(slot)
                 self.abandoned += 1
@@ -403,22 +554,30 @@ class DirectRunner(Role):
                 self._spawn(slot, attempt.give_up, "Timeout")
 
     def _work(self, slot: _Slot) -> None:
+        count = 1
         while not (slot.replaced or self.stopping.is_set()):
             try:
-                for taken in self._turns.take(1, WATCH, SLICE):
-                    if slot.replaced:
-                        return  # it stopped meanwhile: the manifest's watch brings it back
-                    slot.attempt = Attempt(
-                        self.accumulator,
-                        taken.window_id,
-                        taken.attempt,
-                        taken.bucket_key,
-                        find=self.find,
-                        find_step=self.find_step,
-                    )
-                    slot.attempt.run()
-                    self._turns.ended(taken.bucket_key)
+                taken = self._turns.take(count, WATCH, SLICE)
+                if not taken:
+                    continue
+                took = slot.run(
+                    [
+                        Attempt(
+                            self.accumulator,
+                            one.window_id,
+                            one.attempt,
+                            one.bucket_key,
+                            find=self.find,
+                            find_step=self.find_step,
+                        )
+                        for one in taken
+                    ]
+                )
+                for one in taken:
+                    self._turns.ended(one.bucket_key)
+                # By the usual one, since a thread may wait for the others; a slow one says that there are such.
+                quick = took and max(took) < SLOW and HASTE / max(median(took), 1e-6)
+                count = max(1, min(MOST, count * 2, int(quick or 1)))
             except Exception as problem:  # a thread that ended would be missing for ever
+                count = 1
                 self.stopping.wait(self.trouble.met(problem))
-            finally:
-                slot.attempt = None

@@ -13,18 +13,27 @@ local RELEASES = { dead = true, uncertain = true, reconciling = true }
 local ATTENTION = { dead = true, uncertain = true, reconciling = true, awaiting_approval = true }
 local IN_FLIGHT = { dispatched = true, processing = true }
 
+-- Its policy is looked up when it is first asked for.
+local LAZY = {
+  __index = function(m, field)
+    if field == 'rules' then
+      m.rules = policy_of(m.flow, m.policy)
+      return m.rules
+    end
+  end,
+}
+
 local function load_manifest(window_id)
-  local m = { id = window_id, name = prefix .. 'manifest:' .. window_id }
+  local m = setmetatable({ id = window_id, name = prefix .. 'manifest:' .. window_id }, LAZY)
   m.bucket, m.state, m.attempt, m.failures, m.token, m.lease, m.dispatches, m.steps, m.policy, m.version, m.joined, m.most,
     m.leader, m.back, m.ladder, m.event =
     unpack(call('HMGET', m.name, 'bucket', 'state', 'attempt', 'failures', 'token', 'lease', 'dispatches', 'steps',
       'policy', 'version', 'joined', 'most', 'leader', 'back', 'ladder', 'event'))
-  for _, field in ipairs({ 'attempt', 'failures', 'lease', 'dispatches', 'steps', 'version', 'most' }) do
-    m[field] = tonumber(m[field] or 0)
-  end
+  m.attempt, m.failures, m.lease, m.dispatches = tonumber(m.attempt or 0), tonumber(m.failures or 0), tonumber(m.lease or 0),
+    tonumber(m.dispatches or 0)
+  m.steps, m.version, m.most = tonumber(m.steps or 0), tonumber(m.version or 0), tonumber(m.most or 0)
   if m.bucket then
-    m.flow, m.tenant = flow_of(m.bucket), match(m.bucket, '^[^:]+')
-    m.rules = policy_of(m.flow, m.policy)
+    m.tenant, m.flow = match(m.bucket, '^([^:]+):([^:]+)')
   end
   return m
 end
@@ -225,11 +234,11 @@ local function holds(m, token)
   return m.state == 'processing' and m.token == token and now < m.lease
 end
 
--- Ids, digests and flags of the window, where they stay when the payloads go. From ARGV[at] on: the manifest's digest ('':
--- no record is given), an anomaly found on reading or '', the number of retracted ids, these in order, then an entry's text
--- each: '<digest> <received_at> <flags|-> <bytes of event_id> <event_id><ref>', flags l late, r revised, q reconciled.
-local function write_record(m, at)
-  if (ARGV[at] or '') == '' or call('HGET', m.name, 'digest') then
+-- Ids, digests and flags of the window, where they stay when the payloads go. From ARGV[at] to ARGV[last], where there is
+-- any: the manifest's digest, an anomaly found on reading or '', the number of retracted ids, these in order, then an entry's
+-- text each: '<digest> <received_at> <flags|-> <bytes of event_id> <event_id><ref>', flags l late, r revised, q reconciled.
+local function write_record(m, at, last)
+  if at > last or call('HGET', m.name, 'digest') then
     return
   end
   local retracted = tonumber(ARGV[at + 2])
@@ -239,7 +248,7 @@ local function write_record(m, at)
     count('anomalies')
     audit(now, 'anomaly', m.bucket, '', 'code', ARGV[at + 1], 'window', m.id)
   end
-  for i = at + 3, #ARGV do
+  for i = at + 3, last do
     local k, n = #fields, i - at - 2
     fields[k + 1] = n <= retracted and 'x' .. n or 'e' .. n - retracted
     fields[k + 2] = ARGV[i]

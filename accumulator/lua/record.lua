@@ -15,7 +15,7 @@ local m = load_manifest(ARGV[2])
 if not m.state then
   return 'missing'
 end
-write_record(m, 3)
+write_record(m, 3, #ARGV)
 commit()
 finish()
 return 'done'
