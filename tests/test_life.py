@@ -21,7 +21,8 @@ from accumulator.handlers import (
     handler,
 )
 from accumulator.manifest import SETTLED
-from accumulator.runner import run_attempt
+from accumulator.operations import Ask, Grant, Settlement
+from accumulator.runner import Attempt, begin, run_attempt, settle
 from tests.conftest import MakeClient, event
 from tests.life import DAY, KEY, LEASE, OTHER, TOKEN, WATCH, Life
 
@@ -1045,3 +1046,83 @@ def test_two_hundred_tenants_at_their_limits_do_not_hide_the_next(life: Life) ->
         found.update(t.bucket_key[:3] for t in life.take(1000, limits=limits))
     assert found == {f"{n:03}": 1 for n in range(220)}
     life.check()
+
+
+# --- many at once -----------------------------------------------------------------------------------------------------
+
+
+def test_many_begin_and_settle_in_one_call_each_for_itself(make_client: MakeClient, namespace: str) -> None:
+    life = Life(make_client(), namespace, partitions=3)
+    life.policy(ordered=False)
+    windows = [life.close("e1", key=f"t:f:{n}") for n in range(8)]
+    life.close("e2", key="t:f:0")  # its bucket's next one
+    assert len(life.take(100)) == 9
+    asks = [Ask(window_id, 2 if n == 3 else 1, LEASE, 2) for n, window_id in enumerate(windows)]
+    asks.insert(0, Ask("0" * 11 + "000" + "0" * 12, 1, LEASE, 2))
+    missing, *found = life.do(life.ops.begin_all(TOKEN, asks))
+    assert missing == Grant("", None)
+    assert found[3] == Grant("dispatched", None)
+    manifests = [grant.manifest for grant in found if isinstance(grant, Grant) and grant.manifest is not None]
+    assert [m.window_id for m in manifests] == [w for n, w in enumerate(windows) if n != 3]
+    assert all([e.event.event_id for e in m.events] == ["e1"] and m.state == "processing" for m in manifests)
+    endings = ["confirmed", "failed", "dead", "confirmed", "returned", "uncertain", "superseded", "confirmed"]
+    told = life.do(
+        life.ops.settle_all(
+            [
+                Settlement(w, OTHER if n == 7 else TOKEN, endings[n], "x", 5, manifest=found[n].manifest)  # type: ignore[union-attr]
+                for n, w in enumerate(windows)
+            ]
+        )
+    )
+    assert told == ["done", "done", "done", "refused", "done", "done", "no_newer_window", "refused"]
+    states = [life.manifest(w).state for w in windows]
+    assert states == [
+        "confirmed",
+        "retrying",
+        "dead",
+        "dispatched",
+        "retrying",
+        "uncertain",
+        "processing",
+        "processing",
+    ]
+    assert all(life.manifest(w).record for w in windows)
+    life.check()
+
+
+@pytest.mark.parametrize("payload", [1, "x" * 2_000], ids=["long", "heavy"])
+def test_what_would_make_a_reply_too_long_begins_later(life: Life, payload: object) -> None:
+    life.policy(max_events=2_000, max_bytes=4 << 20, ordered=False)
+    windows = [life.close(*(f"e{n}" for n in range(1_000)), key=f"t:f:{key}", payload=payload) for key in range(2)]
+    windows.append(life.close("e1", key="t:f:2"))
+    life.take(3)
+    asks = [Ask(window_id, 1, LEASE, 1) for window_id in windows]
+    [first, second, third] = life.do(life.ops.begin_all(TOKEN, asks))
+    assert isinstance(first, Grant)
+    assert first.manifest is not None
+    assert len(first.manifest.events) == 1_000
+    assert (second, third) == (None, None)
+    assert life.manifest(windows[1]).state == "dispatched"
+    [second, third] = life.do(life.ops.begin_all(OTHER, asks[1:]))
+    assert isinstance(second, Grant)
+    assert second.manifest is not None
+    assert third is None
+
+
+def test_a_manifest_that_cannot_be_read_holds_up_no_other(life: Life) -> None:
+    life.policy()
+    handled: list[str] = []
+    handler("f")(lambda ctx: handled.append(ctx.bucket_key))
+    windows = [life.close("e1", key=f"t:f:{n}") for n in range(3)]
+    attempts = [Attempt(life.acc, *taken) for taken in life.take(3)]
+    name = f"{life.ops.prefixes[0]}manifest:{windows[1]}"
+    held = life.client.hget(name, "reason")
+    life.client.hdel(name, "reason")
+    granted, later = begin(attempts)
+    assert [attempt.window_id for attempt in granted] == [windows[0], windows[2]]
+    assert later == []
+    told = settle([(attempt, attempt.handle()) for attempt in granted])
+    assert list(told.values()) == ["confirmed", "confirmed"]
+    life.client.hset(name, "reason", held)
+    assert [life.manifest(w).state for w in windows] == ["confirmed", "retrying", "confirmed"]
+    assert "InternalError" in str(life.manifest(windows[1]).timeline[-1])

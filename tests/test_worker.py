@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -20,6 +21,7 @@ from accumulator.embedded import EmbeddedServer
 from accumulator.errors import InvalidSettings, NamespaceMismatch, ServerUnavailable
 from accumulator.handlers import handler
 from accumulator.manifest import Manifest
+from accumulator.operations import Ask
 from accumulator.role import Role, Trouble, read_wake
 from accumulator.runner import DirectRunner
 from accumulator.settings import Config, Settings
@@ -524,6 +526,72 @@ def test_no_more_is_taken_than_threads_are_free(live: Accumulator, server: Embed
         go_on.set()
         wait_until(lambda: settled(live))
     assert sorted(begun) == keys(10)
+
+
+def test_quick_handlers_are_taken_together(server: EmbeddedServer, namespace: str) -> None:
+    together: list[int] = []
+    handled: Counter[str] = Counter()
+    handler("f")(lambda ctx: handled.update([ctx.bucket_key]))
+    with own(server.url, namespace, partitions=2) as one:
+        one.load_policy("f", {"inactivity": "1h", "sink": "direct"})
+        flush_all(one, 1, 500)
+        begin_all = one.operations.begin_all
+
+        def listen(token: str, asks: Sequence[Ask]) -> Any:
+            together.append(len(asks))
+            return begin_all(token, asks)
+
+        one.operations.begin_all = listen  # type: ignore[method-assign]
+        with running(DirectRunner(one, 2)):
+            wait_until(lambda: settled(one))
+    assert handled == Counter(keys(500))
+    assert sum(together) == 500
+    assert together[0] == 1
+    assert max(together) > 8
+
+
+def test_a_slow_one_among_quick_ones_holds_up_nobody(server: EmbeddedServer, namespace: str) -> None:
+    handled: Counter[str] = Counter()
+    go_on = threading.Event()
+    slow = {"t:f:300", "t:f:301"}
+
+    @handler("f")
+    def handle(ctx: Context) -> None:
+        handled.update([ctx.bucket_key])
+        if ctx.bucket_key in slow:
+            go_on.wait(30)
+
+    with own(server.url, namespace, partitions=1) as one:
+        one.load_policy("f", {"inactivity": "1h", "sink": "direct"})
+        flush_all(one, 1, 500)
+        with running(Closer(one), DirectRunner(one, 3)):
+            wait_until(lambda: one.counters().get("manifest:confirmed", 0) == 498)
+            assert {one.manifests(key)[0].state for key in slow} == {"processing"}
+            go_on.set()
+            wait_until(lambda: settled(one))
+    assert handled == Counter(keys(500))
+
+
+def test_what_waits_behind_a_handler_that_hangs_is_given_back(server: EmbeddedServer, namespace: str) -> None:
+    handled: Counter[str] = Counter()
+    go_on = threading.Event()
+
+    @handler("f", timeout="50ms", max_attempts=1)
+    def handle(ctx: Context) -> None:
+        handled.update([ctx.bucket_key])
+        if ctx.bucket_key == "t:f:300":
+            go_on.wait(30)
+
+    with own(server.url, namespace, partitions=1) as one:
+        one.load_policy("f", {"inactivity": "1h", "sink": "direct"})
+        flush_all(one, 1, 500)
+        runner = DirectRunner(one, 1)
+        with running(Closer(one), runner):
+            wait_until(lambda: one.counters().get("manifest:confirmed", 0) == 499)
+            assert one.manifests("t:f:300")[0].state == "dead"
+        assert runner.abandoned == 1
+        go_on.set()
+    assert handled == Counter(keys(500))
 
 
 def test_a_handler_that_hangs_is_replaced(live: Accumulator, server: EmbeddedServer, namespace: str) -> None:
