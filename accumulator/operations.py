@@ -951,17 +951,19 @@ class Operations(LadderOperations):
         return _read_taken(replies[0])
 
     def take_of(
-        self, partition: int, sink: str, tenant: str, count: int, watch_ms: int, limit: int
-    ) -> Operation[tuple[list[Taken], int]]:
-        """The same of one tenant, of which up to `limit` may be in flight in this partition; and how many it has left
-        there. A negative limit: only such as are in flight already, and were lost."""
+        self, partition: int, sink: str, limits: Mapping[str, int], count: int, watch_ms: int
+    ) -> Operation[tuple[list[Taken], dict[str, int]]]:
+        """The same of these tenants only, of each of which up to its limit may be in flight in this partition; and how
+        many each has left there. A negative limit: only such as are in flight already, and were lost."""
         yield from self.connect()
         prefix = self.prefixes[partition]
+        pairs = [part for pair in limits.items() for part in pair]
         replies = yield [
-            self._script("take", prefix, sink, count, watch_ms, 0, tenant, limit),
-            Call(("LLEN", keys.ready(prefix, sink, tenant))),
+            self._script("take", prefix, sink, count, watch_ms, 0, *pairs),
+            *(Call(("LLEN", keys.ready(prefix, sink, tenant))) for tenant in limits),
         ]
-        return _read_taken(replies[0]), int(answer(replies[1]))
+        left = {tenant: int(answer(reply)) for tenant, reply in zip(limits, replies[1:], strict=True)}
+        return _read_taken(replies[0]), left
 
     def tenants(self, sink: str, partitions: Sequence[int]) -> Operation[list[list[str]]]:
         """The tenants (at most 1000) that have manifests of a sink ready, for each of these partitions."""

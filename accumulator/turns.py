@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from math import inf
 from time import monotonic
 from typing import Final
@@ -21,6 +23,10 @@ from accumulator.role import SILENCE, read_wake, server_offset
 
 DEFAULT: Final = "default"
 _NO_LIMIT: Final = 1 << 40
+
+
+def _tenant(bucket_key: str) -> str:
+    return bucket_key.split(":", 1)[0]
 
 
 class InFlight:
@@ -74,38 +80,44 @@ class InFlight:
         counts[tenant] = counts.get(tenant, 0) + number
         self._totals[tenant] = self._totals.get(tenant, 0) + number
 
-    def take(self, partition: int, sink: str, tenant: str, count: int, watch_ms: int) -> tuple[list[Taken], int]:
-        """Takes up to `count` manifests of a tenant in a partition; and how many are left there. Raises ServerError."""
-        limit = self.limit(tenant)
-        if limit is None:
-            return self._take(partition, sink, tenant, count, watch_ms, _NO_LIMIT)
+    def take(
+        self, partition: int, sink: str, tenants: Sequence[str], count: int, watch_ms: int
+    ) -> tuple[list[Taken], dict[str, int]]:
+        """Takes up to `count` manifests of these tenants in a partition, in turn; and how many each has left there.
+        Raises ServerError."""
+        limits = dict.fromkeys(tenants, _NO_LIMIT)
+        limited = [tenant for tenant in tenants if self.limit(tenant) is not None]
+        if not limited:
+            return self._take(partition, sink, limits, count, watch_ms)
         with self._lock:
             self.count(self.STALE)
-            if self.room(tenant) <= max(count, limit // 4):
+            if any(self.room(tenant) <= max(count, (self.limit(tenant) or 0) // 4) for tenant in limited):
                 self.count(self.NEAR)
-            # By halves, since others may be at it at this very moment.
-            room = max(0, self.room(tenant))
-            most = min(count, max(1, room // 2))
-            here = self._counts[partition].get(tenant, 0)
-            found, left = self._take(partition, sink, tenant, most, watch_ms, here + room)
-            self._add(partition, tenant, len(found))
-            if left and not found:
+            for tenant in limited:
+                # By halves, since others may be at it at this very moment.
+                room = max(0, self.room(tenant))
+                limits[tenant] = self._counts[partition].get(tenant, 0) + min(count, (room + 1) // 2)
+            found, left = self._take(partition, sink, limits, count, watch_ms)
+            taken = Counter(_tenant(one.bucket_key) for one in found)
+            for tenant in limited:
+                self._add(partition, tenant, taken[tenant])
+            if any(left[tenant] and not taken[tenant] for tenant in limited):
                 self.count(0.0)  # others came first
             return found, left
 
     def take_lost(self, partition: int, sink: str, tenant: str, count: int, watch_ms: int) -> list[Taken]:
         """Takes only such as are in flight already, and whose watch said that they were lost. Raises ServerError."""
-        return self._take(partition, sink, tenant, count, watch_ms, -1)[0]
+        return self._take(partition, sink, {tenant: -1}, count, watch_ms)[0]
 
     def _take(
-        self, partition: int, sink: str, tenant: str, count: int, watch_ms: int, limit: int
-    ) -> tuple[list[Taken], int]:
+        self, partition: int, sink: str, limits: Mapping[str, int], count: int, watch_ms: int
+    ) -> tuple[list[Taken], dict[str, int]]:
         operations = self._accumulator.operations
-        return self._accumulator.store.perform(operations.take_of(partition, sink, tenant, count, watch_ms, limit))
+        return self._accumulator.store.perform(operations.take_of(partition, sink, limits, count, watch_ms))
 
     def ended(self, bucket_key: str) -> None:
         """One that was taken here is not in flight any more."""
-        tenant = bucket_key.split(":", 1)[0]
+        tenant = _tenant(bucket_key)
         if self.limit(tenant) is None:
             return
         with self._lock:
@@ -228,9 +240,9 @@ class Turns:
         return bool(self._waiting)
 
     def take(self, count: int, watch_ms: int, patience: float = 0.0) -> list[Taken]:
-        """Takes up to `count` manifests of the tenant whose turn it is: its share of them. Each is put back after
-        `watch_ms` where it was not begun. Where nothing can be taken, waits up to `patience` seconds for that to
-        change, and is empty. Raises ServerError."""
+        """Takes up to `count` manifests in one partition: of the tenant whose turn it is, and of others that have some
+        there, of each its share. Each is put back after `watch_ms` where it was not begun. Where nothing can be taken,
+        waits up to `patience` seconds for that to change, and is empty. Raises ServerError."""
         with self._news:
             mark = self._marks
             lost = self._lost.pop() if self._lost else None
@@ -239,39 +251,43 @@ class Turns:
             found = self._in_flight.take_lost(partition, self._sink, tenant, count, watch_ms)
             if found:
                 return found
-        choice = self._choose()
+        choice = self._choose(count)
         if choice is None and self._waiting and self._in_flight.count(self.FULL):
-            choice = self._choose()
+            choice = self._choose(count)
         if choice is None:
             if patience:
                 with self._news:
                     if self._marks == mark:
                         self._news.wait(min(patience, self.FULL) if self._waiting else patience)
             return []
-        tenant, partition, share, reads = choice
-        most = max(1, count // share)
-        found, left = self._in_flight.take(partition, self._sink, tenant, most, watch_ms)
-        if not left:
-            with self._news:
-                # Unless what was read meanwhile knows better.
-                if self._reads.get(partition) == reads:
-                    self._forget(tenant, partition)
+        partition, tenants, most, reads = choice
+        found, left = self._in_flight.take(partition, self._sink, tenants, most, watch_ms)
+        with self._news:
+            # Unless what was read meanwhile knows better.
+            if self._reads.get(partition) == reads:
+                for tenant in tenants:
+                    if not left[tenant]:
+                        self._forget(tenant, partition)
         return found
 
-    def _choose(self) -> tuple[str, int, int, int | None] | None:
-        """Tenant and partition whose turn it is, among how many tenants, and how often the partition was read."""
+    def _choose(self, count: int) -> tuple[int, list[str], int, int | None] | None:
+        """The partition of the tenant whose turn it is, the tenants to take from there, how many, and how often the
+        partition was read."""
         with self._news:
-            for tenant in self._waiting:
-                if self._in_flight.room(tenant) > 0:
-                    break
-            else:
+            room = self._in_flight.room
+            first = next((tenant for tenant in self._waiting if room(tenant) > 0), None)
+            if first is None:
                 return None
-            partitions = self._waiting.pop(tenant)
-            partition = next(iter(partitions))
-            del partitions[partition]
-            partitions[partition] = None
-            self._waiting[tenant] = partitions
-            return tenant, partition, len(self._waiting), self._reads.get(partition)
+            partition = next(iter(self._waiting[first]))
+            others = (t for t in self._there[partition] if t != first and room(t) > 0)
+            tenants = [first, *islice(others, count - 1)]
+            most = max(len(tenants), count * len(tenants) // len(self._waiting))
+            for tenant in tenants:
+                partitions = self._waiting.pop(tenant)
+                del partitions[partition]
+                partitions[partition] = None
+                self._waiting[tenant] = partitions
+            return partition, tenants, most, self._reads.get(partition)
 
     def ended(self, bucket_key: str) -> None:
         """The attempt at a manifest that was taken here has ended."""
