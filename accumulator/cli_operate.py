@@ -28,7 +28,7 @@ from accumulator.export import (
     write_lines,
 )
 from accumulator.health import health_report
-from accumulator.manifest import Manifest, StoredEvent
+from accumulator.manifest import FIRST_STEPS, Manifest, StoredEvent
 from accumulator.operations import ATTENTION, Effect, ReconcileItem, Waiting
 from accumulator.policy import parse_duration
 from accumulator.terminal import (
@@ -161,6 +161,7 @@ def timeline(
                 "joined": manifest.joined,
                 "leader": manifest.leader,
                 "timeline": timeline_object(manifest),
+                "left_out": manifest.left_out,
                 "effects": [effect_object(effect, result=payload) for effect in effects],
                 "stages": stages,
             }
@@ -187,12 +188,11 @@ def _tell_emission(emission: Emission, effects: Sequence[Effect], payload: bool,
     }
     say_facts(facts | ({"error": emission.error} if emission.error else {}))
     say()
-    rows = [(emission.emitted_at, "emitted", 0, ""), *emission.timeline]
-    say_table(
-        ("at", "state", "attempt", "cause"),
-        [(instant(at), state, attempt or "", cause) for at, state, attempt, cause in rows],
-        numbers=("attempt",),
-    )
+    rows: list[Sequence[object]] = [(instant(emission.emitted_at), "emitted", "", "")]
+    rows += [(instant(at), state, attempt or "", cause) for at, state, attempt, cause in emission.timeline]
+    if emission.left_out:
+        rows.insert(1 + FIRST_STEPS, ("", "…", "", _left_out(emission.left_out)))
+    say_table(("at", "state", "attempt", "cause"), rows, numbers=("attempt",))
     _tell_effects(effects, payload)
 
 
@@ -218,14 +218,17 @@ def _tell_life(manifest: Manifest) -> None:
         *((at, state, attempt or "", cause) for at, state, attempt, cause in manifest.timeline),
     ]
     before = [steps[0][0], *(step[0] for step in steps)]
-    say_table(
-        ("at", "after", "state", "attempt", "cause"),
-        [
-            (instant(at), "" if i == 0 else span(at - before[i]), state, attempt, cause)
-            for i, (at, state, attempt, cause) in enumerate(steps)
-        ],
-        numbers=("after", "attempt"),
-    )
+    rows: list[Sequence[object]] = [
+        (instant(at), "" if i == 0 else span(at - before[i]), state, attempt, cause)
+        for i, (at, state, attempt, cause) in enumerate(steps)
+    ]
+    if manifest.left_out:
+        rows.insert(2 + FIRST_STEPS, ("", "", "…", "", _left_out(manifest.left_out)))
+    say_table(("at", "after", "state", "attempt", "cause"), rows, numbers=("after", "attempt"))
+
+
+def _left_out(number: int) -> str:
+    return f"{count_of(number, 'more transition')}, not kept"
 
 
 def _tell_effects(effects: Sequence[Effect], payload: bool) -> None:

@@ -122,6 +122,12 @@ class Handler:
         it, so that what failed together does not come back together."""
         return random.randint(1, max(1, min(self.max_backoff, self.backoff << min(failures - 1, 40))))
 
+    def spread(self) -> tuple[int, int]:
+        """The same for an attempt that can't say that it failed, since its process was killed: ms, for the server to
+        double with each failure, and at the most."""
+        share = random.random()
+        return 1 + int(share * self.backoff), 1 + int(share * self.max_backoff)
+
 
 _registry: dict[str, Handler] = {}
 _steps: dict[tuple[str, str], Handler] = {}

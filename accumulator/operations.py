@@ -962,11 +962,22 @@ class Operations(LadderOperations):
         replies = yield [Call(("HGETALL", keys.inflight(prefix))) for prefix in self.prefixes]
         return [{tenant.decode(): int(n) for tenant, n in as_pairs(reply)} for reply in replies]
 
-    def begin(self, window_id: str, attempt: int, token: str, lease_ms: int, most: int) -> Operation[Grant]:
-        """Asks for an attempt: granted once, to one token, for `lease_ms`. `most`: failures the handler allows."""
+    def begin(
+        self,
+        window_id: str,
+        attempt: int,
+        token: str,
+        lease_ms: int,
+        most: int,
+        pause: tuple[int, int] = (1_000, 600_000),
+    ) -> Operation[Grant]:
+        """Asks for an attempt: granted once, to one token, for `lease_ms`. `most`: failures the handler allows;
+        `pause`: ms until the next attempt where the lease ends, doubled with each failure, and at the most."""
         yield from self.connect()
         prefix = self.prefix_of_window(window_id)
-        replies = yield [self._script("begin", prefix, window_id, attempt, token, lease_ms, most)]
+        replies = yield [
+            self._script("begin", prefix, window_id, attempt, token, lease_ms, most, f"{pause[0]} {pause[1]}")
+        ]
         granted, state, *rest = answer(replies[0])
         if granted != b"granted":
             return Grant(state.decode(), None)

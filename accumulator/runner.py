@@ -109,11 +109,12 @@ class Attempt:
         self._handler = handler
         lease = LEASE_MARGIN + handler.timeout if handler else _BRIEF_LEASE
         most = handler.max_attempts if handler else 0
+        pause = handler.spread() if handler else (1_000, 60_000)
         self._lease_until = monotonic() + lease / 1000
         try:
             begin = operations.begin if self._emission is None else operations.begin_emission
             state, granted = _keep_trying(
-                lambda: store.perform(begin(self.window_id, self.attempt, self.token, lease, most)), PATIENCE
+                lambda: store.perform(begin(self.window_id, self.attempt, self.token, lease, most, pause)), PATIENCE
             )
             if granted is None:
                 self._log.debug("not_granted", state=state)

@@ -21,7 +21,7 @@ from accumulator.handlers import (
     handler,
 )
 from accumulator.manifest import SETTLED
-from accumulator.runner import run_attempt
+from accumulator.runner import Attempt, run_attempt
 from tests.conftest import MakeClient, event
 from tests.life import DAY, KEY, LEASE, OTHER, TOKEN, WATCH, Life
 
@@ -274,6 +274,56 @@ def test_a_killed_attempt_is_recorded_as_a_failure(life: Life) -> None:
     assert life.taken() == []
 
 
+def test_a_killed_attempt_waits_as_one_that_failed(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed(BaseException):
+        """The process is gone."""
+
+    @handler("f", max_attempts=6, timeout="20s", backoff="2s", max_backoff="9s")
+    def poisonous(_: Context) -> None:
+        raise Killed
+
+    monkeypatch.setattr(random, "random", lambda: 1.0)
+    life.policy()
+    window_id = life.close("e1")
+    monkeypatch.setattr(Attempt, "_settle", lambda *_: None)
+    waited = []
+    while life.state(window_id) != "dead":
+        [taken] = life.take()
+        assert Attempt(life.acc, *taken[:2]).run() is None
+        life.tick(30_000)  # its timeout, and what a lease outlasts it
+        life.check()
+        if life.state(window_id) == "retrying":
+            timer = life.client.zscore(f"{life.ops.prefixes[0]}timers", f"m:{window_id}")
+            waited.append(int(timer) - life.clock.now)
+            life.tick(waited[-1] - 1)
+            assert life.taken() == []
+            life.tick(1)
+    assert waited == [2_001, 4_002, 8_004, 9_001, 9_001]
+    assert life.manifest(window_id).failures == 6
+
+
+def test_the_pauses_of_killed_attempts_are_spread() -> None:
+    handler("f", backoff="100ms", max_backoff="1s")(print)
+    spread = [find_handler("f").spread() for _ in range(300)]
+    assert min(spread) >= (1, 1)
+    assert max(spread) <= (100, 1_000)
+    assert len(set(spread)) > 30
+    assert {round(most / first) for first, most in spread if first > 50} == {10}
+
+
+def test_a_lease_that_was_given_without_a_pause_has_one_all_the_same(life: Life) -> None:
+    """An earlier release, which runs beside this one, gives none."""
+    life.policy()
+    window_id = life.close("e1")
+    life.begun(window_id)
+    life.client.hdel(f"{life.ops.prefixes[0]}manifest:{window_id}", "pause")
+    life.tick(LEASE)
+    life.tick(999)
+    assert life.taken() == []
+    life.tick(1)
+    assert life.taken() == [window_id]
+
+
 def test_a_timeline(life: Life) -> None:
     life.policy()
     window_id = life.close("e1")
@@ -314,6 +364,50 @@ def test_a_timeline(life: Life) -> None:
         (6_080, "uncertain", 4, "effect"),
         (6_087, "confirmed", 4, "confirm by ana: seen"),
     ]
+
+
+def test_a_timeline_of_years_stays_short(life: Life) -> None:
+    life.policy(handover="together")
+    joined, window_id = life.close("e0"), life.close("e1")
+    decided = []
+    for n in range(1, 401):
+        [taken] = life.take()
+        assert life.begin(window_id, taken.attempt, most=1_000).manifest is not None
+        if n in (50, 51, 150):
+            life.settle(window_id, "dead", "ValueError")
+            life.decide(window_id, "replay")
+            decided.append(life.now)
+        else:
+            life.settle(window_id, "returned", "HandlerMissing", delay=600_000)
+            life.tick(600_000)
+    for each, spared in (
+        (joined, []),
+        (window_id, decided),
+    ):  # the first 20, the last 100, and what was decided between
+        manifest = life.manifest(each)
+        assert len(manifest.timeline) + manifest.left_out == 3 * 400 + 3
+        assert len(manifest.timeline) == 20 + len(spared) + 100
+        story = life.story(each)
+        assert [step[2] for step in story[:20]] == [1 + n // 3 for n in range(20)]
+        assert [step[0] for step in story[20 : 20 + len(spared)]] == spared
+        assert [step[2] for step in story[-6:]] == [399] * 3 + [400] * 3
+    assert [cause for *_, cause in life.story(window_id)[20:23]] == ["replay by ana: seen"] * 3
+    assert life.client.hlen(f"{life.ops.prefixes[0]}manifest:{window_id}") < 170
+
+
+def test_a_timeline_is_bounded_also_where_a_program_decides_without_end(life: Life) -> None:
+    life.policy()
+    window_id = life.close("e1")
+    for _ in range(120):
+        life.begun(window_id)
+        life.settle(window_id, "dead", "ValueError")
+        life.decide(window_id, "replay")
+    manifest = life.manifest(window_id)
+    assert (len(manifest.timeline), manifest.left_out) == (20 + 50 + 100, 120 * 4 - 170)
+    assert life.do(life.ops.waiting_for_people()) == []
+    life.begun(window_id)
+    life.settle(window_id, "dead", "KeyError")
+    assert [each.cause for each in life.do(life.ops.waiting_for_people())] == ["KeyError"]
 
 
 # --- failing ----------------------------------------------------------------------------------------------------------

@@ -192,6 +192,25 @@ def test_timeline_shows_the_whole_life(program: Program, client: Accumulator) ->
     assert client.effects(manifest.window_id)[0].result == json.dumps({"receipt": SECRET}, separators=(",", ":"))
 
 
+def test_a_timeline_of_very_many_transitions_says_how_many_it_leaves_out(program: Program, client: Accumulator) -> None:
+    manifest = handled(client, "dead")
+    for _ in range(60):
+        client.replay(manifest.window_id, by="ana", reason="again")
+        manifest = until(client, manifest.bucket_key, "dead")
+    assert (len(manifest.timeline), manifest.left_out) == (20 + 30 + 100, 243 - 150)
+    shown = program("timeline", manifest.window_id)
+    rows = shown.out.splitlines()
+    (at,) = [n for n, row in enumerate(rows) if row.endswith("93 more transitions, not kept")]
+    head = next(n for n, row in enumerate(rows) if row.startswith("at "))
+    assert at - head - 1 == 2 + 20
+    assert len(rows) - at - 1 == 30 + 100
+    (told,) = program("timeline", manifest.window_id, "--json").json
+    assert (told["left_out"], len(told["timeline"])) == (93, 150)
+    client.discard(manifest.window_id, by="ana", reason="enough")
+    (line,) = program("export", "-").json
+    assert (line["left_out"], len(line["timeline"])) == (93, 151)  # it makes room for a decision
+
+
 def test_timeline_names_stages_without_what_they_made(program: Program, client: Accumulator) -> None:
     manifest = handled(client, "approval")
     for more in ((), ("--payload",)):

@@ -304,7 +304,7 @@ PROCESSING: Held = DISPATCHED | {
     f"manifest:{W1}": DISPATCHED[f"manifest:{W1}"]
     | {
         "state": "processing", "since": f"{T0 + 12_000}", "token": TOKEN, "lease": f"{T0 + 312_000}", "most": "3",
-        "steps": "2", "step2": f"{T0 + 12_000} processing 1 begun",
+        "pause": "1 9", "steps": "2", "step2": f"{T0 + 12_000} processing 1 begun",
     },
     "stats": DISPATCHED["stats"] | {"manifest:processing": "1"},
     "timers": {f"m:{W1}": T0 + 312_000},
@@ -558,18 +558,18 @@ ROWS = {
     "take, a tenant at its limit": Row(CLOSED, ("take", T0 + 11_000, "rq", 5, 60_000, "", "t", 0), [], {}),
     "begin": Row(
         DISPATCHED,
-        ("begin", T0 + 12_000, W1, 1, TOKEN, 300_000, 3),
+        ("begin", T0 + 12_000, W1, 1, TOKEN, 300_000, 3, "1 9"),
         ["granted", "processing"],
         {name: value for name, value in PROCESSING.items() if value != DISPATCHED.get(name)},
     ),
     "begin, sent again": Row(
-        PROCESSING, ("begin", T0 + 12_001, W1, 1, TOKEN, 300_000, 3), ["granted", "processing"], {}
+        PROCESSING, ("begin", T0 + 12_001, W1, 1, TOKEN, 300_000, 3, "1 9"), ["granted", "processing"], {}
     ),
     "begin, somebody else": Row(
-        PROCESSING, ("begin", T0 + 12_001, W1, 1, "other", 300_000, 3), ["refused", "processing"], {}
+        PROCESSING, ("begin", T0 + 12_001, W1, 1, "other", 300_000, 3, "1 9"), ["refused", "processing"], {}
     ),
     "begin, another attempt": Row(
-        DISPATCHED, ("begin", T0 + 12_000, W1, 2, TOKEN, 300_000, 3), ["refused", "dispatched"], {}
+        DISPATCHED, ("begin", T0 + 12_000, W1, 2, TOKEN, 300_000, 3, "1 9"), ["refused", "dispatched"], {}
     ),
     "settle": Row(
         PROCESSING,

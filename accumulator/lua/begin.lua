@@ -11,6 +11,7 @@
 -- ARGV[4] -> token that will fence this attempt, 16 characters [0-9a-z]
 -- ARGV[5] -> lease, ms
 -- ARGV[6] -> how many failures the handler allows
+-- ARGV[7] -> '<ms> <ms>': what it waits for where its lease ends, doubled with each failure, and at the most
 -- reply   -> {'granted'|'refused', state or '', and where granted: fields of the manifest, the payload it keeps or '',
 --            the first 1000 entries of its events}; the same token asking again is granted again
 -- cost    -> O(entries + log timers)
@@ -26,7 +27,8 @@ elseif m.state == 'dispatched' and m.attempt == tonumber(ARGV[3]) and not m.lead
   if m.back then
     unready(m)
   end
-  move(m, 'processing', 'begun', 'token', ARGV[4], 'lease', now + ARGV[5], 'most', m.most)
+  move(m, 'processing', 'begun', 'token', ARGV[4], 'lease', now + ARGV[5], 'most', m.most,
+    'pause', ARGV[7])
   put('ZADD', KEYS[1], now + ARGV[5], 'm:' .. m.id)
 elseif m.state == 'processing' and m.token == ARGV[4] then
   granted = true
