@@ -25,7 +25,7 @@ from accumulator.client import Accumulator
 from accumulator.emission import Emission
 from accumulator.envelope import MISSING, Event
 from accumulator.errors import InvalidInput
-from accumulator.handlers import Diverged, Handler, NotDone, Superseded, Timeout
+from accumulator.handlers import Diverged, Handler, NotDone, QueueFull, Superseded, Timeout
 from accumulator.manifest import Manifest, StoredEvent
 from accumulator.policy import Policy
 
@@ -371,11 +371,15 @@ class Context(Work):
             raise Superseded
 
     def set_aside(self, event_id: str, why: str) -> None:
-        """Sends an event to reconciliation, so that the rest can be finished."""
+        """Sends an event to reconciliation, so that the rest can be finished. Raises QueueFull where that holds all it
+        may."""
         for entry in self.events:
             if entry.event.event_id == event_id:
-                if not self._ask("set_aside", entry.event, why):
+                told = self._ask("set_aside", entry.event, why)
+                if told == "refused":
                     raise LeaseLost
+                if told == "full":
+                    raise QueueFull
                 return
         raise InvalidInput("event_id", "is not in this manifest")
 

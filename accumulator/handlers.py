@@ -76,6 +76,14 @@ class NotDone(Exception):
     """Raised within an effect: the call surely did not happen, so that it may be tried again without being verified."""
 
 
+class QueueFull(Exception):
+    """Raised by ``ctx.set_aside``: the reconciliation queue holds all that it may (`max_reconcile`), and nothing was
+    set aside. A handler that lets it pass has failed, and is tried again."""
+
+    def __init__(self) -> None:
+        super().__init__("the reconciliation queue holds all that it may (max_reconcile)")
+
+
 class Stages:
     """A handler in stages; each is optional and gets the context, ``ctx.results`` holds what earlier ones returned
     (JSON values, kept with the manifest, so that a retry continues where it stopped).

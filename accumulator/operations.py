@@ -433,14 +433,14 @@ class Operations(LadderOperations):
         ]
         counts = [int(answer(reply)) for reply in replies]
         near = False
-        self._allowances = {}
+        allowances = {}
         for i, name in enumerate(_CEILINGS):
             own = counts[i * self.partitions : (i + 1) * self.partitions]
             left = self._ceilings[name] - sum(own)
             near = near or left < max(3 * ROUND_EVENTS, self._ceilings[name] // 10)
-            self._allowances[name] = [held + max(left, 0) for held in own]
+            allowances[name] = [held + max(left, 0) for held in own]
         if near:
-            self._counted = -math.inf
+            self._counted, self._allowances = -math.inf, allowances
         else:
             self._counted, self._allowances = time.monotonic(), None
 
@@ -1078,15 +1078,19 @@ class Operations(LadderOperations):
         replies = yield [Call(("HGET", keys.manifest(prefix, w.decode()), "state")) for w in window_ids]
         return any(answer(reply) == b"closed" for reply in replies)
 
-    def set_aside(self, window_id: str, token: str, event: Event, why: str) -> Operation[bool]:
-        """Queues an event of a manifest for reconciliation, once; False where the token has no say any more."""
+    def set_aside(self, window_id: str, token: str, event: Event, why: str) -> Operation[str]:
+        """Queues an event of a manifest for reconciliation, once: ``done``; ``refused`` where the token has no say
+        any more, ``full`` where the namespace holds `max_reconcile` items."""
         yield from self.connect()
+        yield from self._measure()
         prefix = self.prefix_of_window(window_id)
         event_id, _, _, envelope = _packed(event)
+        allowances = self._allowances
+        most = "" if allowances is None else allowances["max_reconcile"][self.prefixes.index(prefix)]
         replies = yield [
-            self._script("aside", prefix, window_id, token, event_id, event.content_digest, envelope, why[:1000])
+            self._script("aside", prefix, window_id, token, event_id, event.content_digest, envelope, why[:1000], most)
         ]
-        return bool(answer(replies[0]) == b"done")
+        return str(answer(replies[0]).decode())
 
     def policy_of(self, manifest: Manifest) -> Operation[Policy]:
         """The policy that a manifest's window obeyed."""
