@@ -129,8 +129,8 @@ def test_header_and_body_agree(name: str) -> None:
 
 def test_only_what_drains_may_write_over_maxmemory() -> None:
     eager = {name for name in scripts.NAMES if "allow-oom" in scripts.read(name).split("\n")[0]}
-    assert {"tick", "take", "begin", "settle", "flush"} <= eager
-    assert not eager & {"accept", "hold", "retract"}
+    assert {"tick", "take", "begin", "settle", "flush", "decide", "resolve"} <= eager
+    assert not eager & {"accept", "aside", "hold", "retract"}
 
 
 def test_every_derived_key_is_named_in_a_header_and_in_keys_py() -> None:
