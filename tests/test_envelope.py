@@ -1020,9 +1020,9 @@ def test_any_json_value(value: Any) -> None:
 
 def test_canonical_json_takes_what_a_payload_may_be() -> None:
     assert canonical_json({"b": (1, 2.0), "a": Kind.ADDED}) == b'{"a":"item_added","b":[1,2]}'
-    with pytest.raises(InvalidEvent, match="payload: holds a bytes"):
+    with pytest.raises(InvalidEvent, match="payload: holds a value of type bytes"):
         canonical_json(b"x")
-    with pytest.raises(InvalidEvent, match="payload: holds a Missing"):
+    with pytest.raises(InvalidEvent, match="payload: holds a value of type Missing"):
         canonical_json(MISSING)
 
 
