@@ -353,6 +353,13 @@ class Context(Work):
         found: Manifest | None = None if before is None else self._perform("manifest", before)
         return found
 
+    @property
+    def predecessor_state(self) -> str | None:
+        """The state that this one is in; cheaper, where no more is wanted."""
+        before = self.manifests[0].previous_window_id
+        found: str | None = None if before is None else self._perform("state", before)
+        return found
+
     @cached_property
     def checkpoint(self) -> Any:
         """What the last confirmed one of the bucket's windows before this one left for it, or None. A later window may

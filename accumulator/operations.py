@@ -892,6 +892,13 @@ class Operations(LadderOperations):
         key = answer(replies[0])
         return None if key is None else str(key.decode())
 
+    def state(self, window_id: str) -> Operation[str | None]:
+        """The state of a manifest; None where there is none of that id."""
+        yield from self.connect()
+        replies = yield [Call(("HGET", keys.manifest(self.prefix_of_window(window_id), window_id), "state"))]
+        state = answer(replies[0])
+        return None if state is None else str(state.decode())
+
     def tick(self, partition: int, limit: int) -> Operation[Tick]:
         """Handles up to `limit` due timers of a partition."""
         yield from self.connect()
