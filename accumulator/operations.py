@@ -42,6 +42,8 @@ ROUND_EVENTS: Final = 10_000
 PAGE: Final = 1000
 ATTENTION: Final = ("awaiting_approval", "uncertain", "dead", "reconciling")
 """States in which a manifest waits for somebody."""
+_TROUBLED: Final = frozenset({"dead", "uncertain", "reconciling"})
+UNSETTLED: Final = ("closed", "dispatched", "processing", "retrying", *ATTENTION)
 DECISIONS: Final = ("approve", "refuse", "replay", "discard", "confirm")
 RESOLUTIONS: Final = {"accept": "accepted", "discard": "discarded"}
 """What can be decided of a reconciliation item → what it then is."""
@@ -1171,6 +1173,53 @@ class Operations(LadderOperations):
         replies = yield [self._script("decide", prefix, window_id, decision, who, why, effects, self._nonce(16))]
         told, state = answer(replies[0])
         return Decided(told.decode(), state.decode())
+
+    def decide_where(
+        self,
+        decision: str,
+        who: str,
+        why: str,
+        state: str | None = None,
+        tenant: str | None = None,
+        flow: str | None = None,
+        older_than: int = 0,
+        effects: str = "",
+    ) -> Operation[dict[str, int]]:
+        """``discard`` or ``replay`` of all manifests that are not settled when it begins and match every filter given,
+        `older_than` in ms since they closed: outcome of :meth:`decide` → how many. Those that are processing are left
+        (``wrong_state``). Not atomic."""
+        _person(who, why)
+        _choice("decision", decision, ("discard", "replay"))
+        _choice("effects", effects, ("", "done", "not_done"))
+        if state is not None:
+            _choice("state", state, UNSETTLED)
+        if state is None and tenant is None and flow is None and not older_than:
+            raise InvalidInput("filter", "is missing: name a state, a tenant, a flow or an age")
+        yield from self.connect()
+        until = (yield from self.now()) - older_than
+        wanted = {state} if state else _TROUBLED if decision == "replay" else set(UNSETTLED)
+        counts = {"done": 0, "wrong_state": 0}
+        for prefix in self.prefixes:
+            replies = yield [Call(("ZRANGE", keys.outbox(prefix), "-inf", until, "BYSCORE"))]
+            ids = [window_id.decode() for window_id in answer(replies[0])]
+            for i in range(0, len(ids), PAGE):
+                some = ids[i : i + PAGE]
+                replies = yield [Call(("HMGET", keys.manifest(prefix, w), "state", "bucket", "leader")) for w in some]
+                # What was handed over together is decided together, and once.
+                together: dict[str, int] = {}
+                for window_id, reply in zip(some, replies, strict=True):
+                    held, key, leader = (value and value.decode() for value in answer(reply))
+                    if held in wanted and tenant in (None, key.split(":", 1)[0]) and flow in (None, _flow(key)):
+                        decided = leader or window_id
+                        together[decided] = together.get(decided, 0) + 1
+                replies = yield [
+                    self._script("decide", prefix, window_id, decision, who, why, effects, self._nonce(16))
+                    for window_id in together
+                ]
+                for number, reply in zip(together.values(), replies, strict=True):
+                    told = answer(reply)[0].decode()
+                    counts[told] = counts.get(told, 0) + number
+        return counts
 
     def resolve(self, item: ReconcileItem | str, decision: str, who: str, why: str) -> Operation[Resolved]:
         """Takes an event out of the reconciliation queue, given the item or its id: ``accept`` (into the bucket's next

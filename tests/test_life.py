@@ -113,7 +113,7 @@ def test_what_is_allowed_in_a_state(life: Life, state: str) -> None:
         "refuse": "refused" if state == "awaiting_approval" else None,
         "replay": "retrying" if state in TROUBLED else None,
         "confirm": "confirmed" if state in TROUBLED else None,
-        "discard": "discarded" if state in TROUBLED | {"awaiting_approval"} else None,
+        "discard": "discarded" if state not in SETTLED | {"processing"} else None,
     }
     refused_ones = [decision for decision, to in wants.items() if to is None]
     for decision in refused_ones:
@@ -131,15 +131,16 @@ def test_what_is_allowed_in_a_state(life: Life, state: str) -> None:
         *((state, "replay", "retrying") for state in sorted(TROUBLED)),
         *((state, "confirm", "confirmed") for state in sorted(TROUBLED)),
         *((state, "discard", "discarded") for state in sorted(TROUBLED)),
+        *((state, "discard", "discarded") for state in ("closed", "dispatched", "retrying")),
     ],
 )
 def test_what_a_person_decides(life: Life, state: str, decision: str, to: str) -> None:
     life.policy()
     window_id = bring(life, state)
-    assert life.do(life.ops.attention()) == [window_id]
+    assert life.do(life.ops.attention()) == ([window_id] if state in TROUBLED | {"awaiting_approval"} else [])
     life.tick(500)
     assert life.decide(window_id, decision) == ("done", to)
-    assert life.story(window_id)[-1] == (500, to, 1, f"{decision} by ana: seen")
+    assert life.story(window_id)[-1] == (500, to, 0 if state == "closed" else 1, f"{decision} by ana: seen")
     assert life.do(life.ops.attention()) == []
     life.check()
     if to == "retrying":
@@ -151,6 +152,180 @@ def test_what_a_person_decides(life: Life, state: str, decision: str, to: str) -
         assert manifest.approved_by == ("ana" if decision == "approve" else None)
     else:
         assert life.taken() == []
+
+
+# --- giving up ---
+
+
+@pytest.mark.parametrize("state", ["closed", "dispatched", "lost", "retrying", "ready again"])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_what_is_given_up_lets_the_next_one_go(life: Life, state: str, ordered: bool) -> None:
+    life.policy(ordered=ordered)
+    first = life.close("e1")
+    if state != "closed":
+        assert life.taken() == [first]
+    if state in ("retrying", "ready again"):
+        life.begin(first)
+        life.settle(first, "failed", delay=1_000)
+    second = life.close("e2")
+    if state == "lost":
+        life.tick(WATCH)  # it stands in the list again, and its job may come all the same
+    elif state == "ready again":
+        life.tick(1_000)
+    life.check()
+    assert life.decide(first, "discard") == ("done", "discarded")
+    life.check()
+    assert life.do(life.ops.in_flight()) == [{}]
+    assert not life.begin(first, life.manifest(first).attempt, OTHER).manifest
+    life.tick(WATCH * 10)
+    assert life.taken() == [second]
+    life.begin(second)
+    assert life.settle(second, "confirmed") == "done"
+    assert life.states() == ["discarded", "confirmed"]
+    life.pass_days(18)
+    assert life.acc.manifests(KEY) == []
+
+
+def test_what_is_at_work_is_not_given_up(life: Life) -> None:
+    life.policy()
+    first, second = life.close("e1"), life.close("e2")
+    life.begun(first)
+    assert life.decide(first, "discard") == ("wrong_state", "processing")
+    assert life.effect(first, "pay", "begin") == "begun"
+    assert life.decide(second, "discard") == ("done", "discarded")
+    life.tick(LEASE)
+    assert life.decide(first, "discard") == ("done", "discarded")
+    assert life.effect(first, "pay", "confirm") == "refused"
+    assert life.settle(first, "confirmed") == "refused"
+    assert [e.state for e in life.do(life.ops.effects(first))] == ["begun"]  # the ledger keeps what is in doubt
+    assert life.taken() == []
+
+
+def test_what_waits_behind_another_is_given_up(life: Life) -> None:
+    life.policy()
+    windows = [life.close(f"e{n}") for n in range(4)]
+    life.begun(windows[0])
+    assert life.decide(windows[2], "discard") == ("done", "discarded")
+    assert life.settle(windows[0], "dead") == "done"
+    life.begun(windows[1], OTHER)
+    assert life.decide(windows[0], "replay") == ("done", "retrying")
+    life.check()
+    assert life.decide(windows[0], "discard") == ("done", "discarded")  # it was waiting for its turn
+    life.check()
+    assert life.settle(windows[1], "confirmed", token=OTHER) == "done"
+    assert life.taken() == [windows[3]]
+
+
+@pytest.mark.parametrize("state", ["dispatched", "retrying"])
+def test_those_handed_over_together_are_given_up_together(life: Life, state: str) -> None:
+    life.policy(handover="together")
+    windows = [life.close(f"e{n}") for n in range(3)]
+    assert life.taken() == windows[2:]
+    if state == "retrying":
+        life.begin(windows[2])
+        life.settle(windows[2], "failed", delay=1_000)
+    fourth = life.close("e4")
+    assert life.decide(windows[0], "discard") == ("done", "discarded")
+    life.check()
+    assert life.states() == ["discarded"] * 3 + ["closed"]
+    assert life.taken() == [fourth]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("opens", [True, False])
+def test_those_that_gave_way_to_what_is_given_up_are_handed_over(life: Life, ordered: bool, opens: bool) -> None:
+    life.policy(ordered=ordered)
+    first = life.close("e1")
+    life.begun(first)
+    second = life.close("e2")
+    assert life.settle(first, "superseded") == "done"
+    if opens:
+        life.push("e3")
+    assert life.decide(second, "discard") == ("done", "discarded")
+    life.check()
+    if opens:
+        assert life.taken() == []
+        third = life.close()
+        manifest = life.begun(third, OTHER)
+        assert manifest.joined == (first,)
+    else:
+        manifest = life.begun(first, OTHER)
+        assert manifest.joined == ()
+    life.check()
+    assert life.settle(manifest.window_id, "confirmed", token=OTHER) == "done"
+    assert life.states()[:2] == ["superseded" if opens else "confirmed", "discarded"]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_what_gave_way_is_given_up(life: Life, ordered: bool) -> None:
+    life.policy(ordered=ordered)
+    windows = []
+    for n in range(3):
+        windows.append(life.close("e0") if n == 0 else life.close())
+        life.begun(windows[-1])
+        life.push(f"e{n + 1}")
+        assert life.settle(windows[-1], "superseded") == "done"
+    assert life.decide(windows[1], "discard") == ("done", "discarded")
+    life.check()
+    last = life.close()
+    manifest = life.begun(last)
+    assert manifest.joined == (windows[0], windows[2])
+    assert life.settle(last, "superseded") == "no_newer_window"
+    assert life.settle(last, "confirmed") == "done"
+    assert life.states() == ["superseded", "discarded", "superseded", "confirmed"]
+    # The only one that gave way, whose turn it is after all: nothing is left of it.
+    life.close("x1", key="t:f:2")
+    [lonely] = life.taken()
+    life.begin(lonely)
+    life.push("x2", "t:f:2")
+    life.settle(lonely, "superseded")
+    life.acc.retract("t:f:2", "x2")
+    life.close(key="t:f:2")
+    assert life.ready() == {lonely: 1}
+    assert life.decide(lonely, "discard") == ("done", "discarded")
+    life.check()
+    assert life.taken() == []
+
+
+def test_all_that_match_are_given_up(life: Life) -> None:
+    life.policy("gone")
+    life.policy("f")
+    life.policy("pair", handover="together")
+    gone = [life.close("e", key=f"{tenant}:gone:{n}") for tenant in "ab" for n in range(40)]
+    life.tick(3_600_000)
+    young = life.close("e", key="a:gone:young")
+    kept = life.close("e", key="a:f:1")
+    pair = [life.close(f"e{n}", key="a:pair:1") for n in range(2)]
+    [busy, lost, *_] = life.taken(5)
+    life.begin(busy)
+    decide = life.ops.decide_where
+    with pytest.raises(InvalidInput, match="filter: is missing"):
+        life.do(decide("discard", "ana", "seen"))
+    with pytest.raises(InvalidInput, match="state: must be one of closed, dispatched"):
+        life.do(decide("discard", "ana", "seen", "confirmed"))
+    with pytest.raises(InvalidInput, match="decision: must be one of discard, replay"):
+        life.do(decide("approve", "ana", "seen", flow="gone"))
+    assert life.do(decide("discard", "ana", "seen", flow="gone", tenant="c")) == {"done": 0, "wrong_state": 0}
+    assert life.do(decide("replay", "ana", "seen", flow="gone")) == {"done": 0, "wrong_state": 0}
+    told = life.do(decide("discard", "ana", "seen", state="dispatched", flow="gone"))
+    assert told == {"done": 4, "wrong_state": 0}
+    assert life.state(lost) == "discarded"
+    told = life.do(decide("discard", "ana", "seen", flow="gone", tenant="a", older_than=3_600_000))
+    assert life.state(young) == "closed"
+    rest = life.do(decide("discard", "ana", "seen", flow="gone"))
+    assert (told["done"] + rest["done"], told["wrong_state"], rest["wrong_state"]) == (81 - 4 - 1, 1, 1)
+    life.check()
+    assert [w for w in [*gone, young] if life.state(w) != "discarded"] == [busy]
+    assert life.story(young)[-1][1:] == ("discarded", 0, "discard by ana: seen")
+    # What is handed over together is decided together, and counted one by one.
+    assert sorted(life.taken()) == sorted([kept, pair[1]])
+    assert life.do(decide("discard", "ana", "seen", flow="pair", older_than=0)) == {"done": 2, "wrong_state": 0}
+    life.begin(kept)
+    life.effect(kept, "pay", "begin")
+    life.settle(kept, "dead")
+    assert life.do(decide("replay", "ana", "seen", state="dead", effects="done")) == {"done": 1, "wrong_state": 0}
+    assert [e.state for e in life.do(life.ops.effects(kept))] == ["confirmed"]
+    life.check()
 
 
 def test_a_decision_sent_twice_is_made_once(life: Life) -> None:
