@@ -249,7 +249,7 @@ def _fed_table(fed: Fed) -> None:
     rows += [(f"  {reason}", n) for reason, n in sorted(fed.closed.items())]
     say_table(("outcome", "events"), [(name, f"{n:,}") for name, n in rows], numbers=("events",))
     rate = f", {fed.events / fed.seconds:,.0f} a second" if fed.seconds > 0.01 and fed.events else ""
-    say(f"{fed.events:,} events of {fed.lines:,} lines in {fed.seconds:.1f} s{rate}")
+    say(f"{count_of(fed.events, 'event')} of {count_of(fed.lines, 'line')} in {fed.seconds:.1f} s{rate}")
 
 
 # --- simulate ---------------------------------------------------------------------------------------------------------

@@ -240,7 +240,7 @@ def _moved(which: str, moved: LadderMoved, done: str, as_json: bool) -> None:
     if as_json:
         say_json(moved._asdict())
     elif moved.outcome == "done":
-        say(f"{plain(which)}: {done}; it is {moved.state}")
+        say(f"{plain(which)}: {done}" + (f"; it is {moved.state}" if moved.state != done else ""))
     elif moved.outcome == "same":
         say(f"{plain(which)}: was so before; it is {moved.state}")
     elif moved.outcome == "missing":

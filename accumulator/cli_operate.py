@@ -28,8 +28,8 @@ from accumulator.export import (
     write_lines,
 )
 from accumulator.health import health_report
-from accumulator.manifest import Manifest, StoredEvent
-from accumulator.operations import ATTENTION, Effect, ReconcileItem, Waiting
+from accumulator.manifest import FIRST_STEPS, Manifest, StoredEvent
+from accumulator.operations import ATTENTION, UNSETTLED, Effect, ReconcileItem, Waiting
 from accumulator.policy import parse_duration
 from accumulator.terminal import (
     FAILED,
@@ -61,12 +61,22 @@ WindowArgument = Annotated[
 WindowsArgument = Annotated[
     list[str], typer.Argument(metavar="WINDOW_ID", help="As `attention` lists them.", show_default=False)
 ]
+AnyWindowsArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="WINDOW_ID", help="As `attention` lists them.", show_default=False)
+]
+StateOption = Annotated[
+    str | None, typer.Option(help=f"Only those in this state: {', '.join(UNSETTLED)}.", show_default=False)
+]
 ByOption = Annotated[str, typer.Option(help="Who decides; it stays in the record.", show_default=False)]
 ReasonOption = Annotated[str, typer.Option(help="Why; it stays in the record.", show_default=False)]
 CodeOption = Annotated[str | None, typer.Option(help="Only items queued for this.", show_default=False)]
 LimitOption = Annotated[int, typer.Option(min=1, help="At most so many.")]
 AgeOption = Annotated[
     str | None, typer.Option(metavar="AGE", help="Only what has waited longer: 30m, 2d.", show_default=False)
+]
+
+ClosedOption = Annotated[
+    str | None, typer.Option(metavar="AGE", help="Only what closed longer ago: 30m, 2d.", show_default=False)
 ]
 
 
@@ -161,6 +171,7 @@ def timeline(
                 "joined": manifest.joined,
                 "leader": manifest.leader,
                 "timeline": timeline_object(manifest),
+                "left_out": manifest.left_out,
                 "effects": [effect_object(effect, result=payload) for effect in effects],
                 "stages": stages,
             }
@@ -187,12 +198,11 @@ def _tell_emission(emission: Emission, effects: Sequence[Effect], payload: bool,
     }
     say_facts(facts | ({"error": emission.error} if emission.error else {}))
     say()
-    rows = [(emission.emitted_at, "emitted", 0, ""), *emission.timeline]
-    say_table(
-        ("at", "state", "attempt", "cause"),
-        [(instant(at), state, attempt or "", cause) for at, state, attempt, cause in rows],
-        numbers=("attempt",),
-    )
+    rows: list[Sequence[object]] = [(instant(emission.emitted_at), "emitted", "", "")]
+    rows += [(instant(at), state, attempt or "", cause) for at, state, attempt, cause in emission.timeline]
+    if emission.left_out:
+        rows.insert(1 + FIRST_STEPS, ("", "…", "", _left_out(emission.left_out)))
+    say_table(("at", "state", "attempt", "cause"), rows, numbers=("attempt",))
     _tell_effects(effects, payload)
 
 
@@ -218,14 +228,17 @@ def _tell_life(manifest: Manifest) -> None:
         *((at, state, attempt or "", cause) for at, state, attempt, cause in manifest.timeline),
     ]
     before = [steps[0][0], *(step[0] for step in steps)]
-    say_table(
-        ("at", "after", "state", "attempt", "cause"),
-        [
-            (instant(at), "" if i == 0 else span(at - before[i]), state, attempt, cause)
-            for i, (at, state, attempt, cause) in enumerate(steps)
-        ],
-        numbers=("after", "attempt"),
-    )
+    rows: list[Sequence[object]] = [
+        (instant(at), "" if i == 0 else span(at - before[i]), state, attempt, cause)
+        for i, (at, state, attempt, cause) in enumerate(steps)
+    ]
+    if manifest.left_out:
+        rows.insert(2 + FIRST_STEPS, ("", "", "…", "", _left_out(manifest.left_out)))
+    say_table(("at", "after", "state", "attempt", "cause"), rows, numbers=("after", "attempt"))
+
+
+def _left_out(number: int) -> str:
+    return f"{count_of(number, 'more transition')}, not kept"
 
 
 def _tell_effects(effects: Sequence[Effect], payload: bool) -> None:
@@ -269,6 +282,40 @@ def _decide(
         raise typer.Exit(FAILED)
 
 
+def _decide_where(
+    window_ids: Sequence[str] | None,
+    filters: tuple[str | None, str | None, str | None, str | None],
+    decision: str,
+    by: str,
+    reason: str,
+    as_json: bool,
+    effects: str | None = None,
+) -> None:
+    state, tenant, flow, older_than = filters
+    if bool(window_ids) == any(value is not None for value in filters):
+        raise typer.BadParameter("name either manifests, or a --state, a --tenant, a --flow, an --older-than")
+    if window_ids:
+        _decide(window_ids, decision, by, reason, as_json, effects)
+        return
+    with connected() as (client, _):
+        counts = client.decide_where(
+            decision,
+            by=by,
+            reason=reason,
+            state=state,
+            tenant=tenant,
+            flow=flow,
+            older_than=older_than,
+            effects=effects,
+        )
+    if as_json:
+        say_json(counts)
+        return
+    say(f"{count_of(counts['done'], 'manifest')} {_DONE[decision]}")
+    if left := sum(counts.values()) - counts["done"]:
+        say(f"{count_of(left, 'manifest')} left: an attempt is at work, or it was settled meanwhile")
+
+
 @app.command()
 def approve(window_ids: WindowsArgument, by: ByOption, reason: ReasonOption, as_json: JsonOption = False) -> None:
     """Approve what awaits it: the handler revalidates the proposal, and goes on.
@@ -289,9 +336,13 @@ def refuse(window_ids: WindowsArgument, by: ByOption, reason: ReasonOption, as_j
 
 @app.command()
 def replay(
-    window_ids: WindowsArgument,
     by: ByOption,
     reason: ReasonOption,
+    window_ids: AnyWindowsArgument = None,
+    state: StateOption = None,
+    tenant: TenantOption = None,
+    flow: FlowOption = None,
+    older_than: ClosedOption = None,
     effects: Annotated[
         str | None,
         typer.Option(
@@ -302,22 +353,33 @@ def replay(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Hand a dead, uncertain or reconciling manifest out again, its failures forgotten.
+    """Hand dead, uncertain or reconciling manifests out again, their failures forgotten: those named, or all that match
+    every filter given.
 
-    What is confirmed in its ledger is not done again. Exit code 1 where it is in another state.
+    What is confirmed in the ledger is not done again. Exit code 1 where one that is named is in another state.
     """
     if effects not in (None, "done", "not-done"):
         raise typer.BadParameter("--effects is done or not-done")
-    _decide(window_ids, "replay", by, reason, as_json, effects and effects.replace("-", "_"))
+    filters = (state, tenant, flow, older_than)
+    _decide_where(window_ids, filters, "replay", by, reason, as_json, effects and effects.replace("-", "_"))
 
 
 @app.command()
-def discard(window_ids: WindowsArgument, by: ByOption, reason: ReasonOption, as_json: JsonOption = False) -> None:
-    """Settle a manifest that waits for a person, without doing anything.
+def discard(
+    by: ByOption,
+    reason: ReasonOption,
+    window_ids: AnyWindowsArgument = None,
+    state: StateOption = None,
+    tenant: TenantOption = None,
+    flow: FlowOption = None,
+    older_than: ClosedOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Settle manifests without doing anything, whatever they wait for: those named, or all that match every filter.
 
-    Exit code 1 where it does not wait.
+    One that is processing is left: wait for its attempt to end. Exit code 1 where one that is named is left or settled.
     """
-    _decide(window_ids, "discard", by, reason, as_json)
+    _decide_where(window_ids, (state, tenant, flow, older_than), "discard", by, reason, as_json)
 
 
 @app.command()

@@ -228,12 +228,33 @@ class Accumulator:
         return self.store.perform(self.operations.decide(window_id, "replay", by, reason, effects or ""))
 
     def discard(self, window_id: str, *, by: str, reason: str) -> Decided:
-        """Settles a manifest that waits for somebody without doing anything."""
+        """Settles a manifest without doing anything, whatever it waits for; not one that is processing, since an
+        attempt is at work on it."""
         return self.store.perform(self.operations.decide(window_id, "discard", by, reason))
 
     def confirm(self, window_id: str, *, by: str, reason: str) -> Decided:
         """Settles a dead, uncertain or reconciling manifest as confirmed: what it stands for has happened."""
         return self.store.perform(self.operations.decide(window_id, "confirm", by, reason))
+
+    def decide_where(
+        self,
+        decision: str,
+        *,
+        by: str,
+        reason: str,
+        state: str | None = None,
+        tenant: str | None = None,
+        flow: str | None = None,
+        older_than: str | int | None = None,
+        effects: str | None = None,
+    ) -> dict[str, int]:
+        """``discard`` or ``replay``, of all manifests that are not settled now and match every filter given, of which
+        there must be one: how many were ``done``, and how many were left in the ``wrong_state`` (processing). `state`
+        is one of UNSETTLED, `older_than` ``"2h"``, or ms, since they closed. Not atomic."""
+        age = 0 if older_than is None else _duration(older_than, "older_than")
+        return self.store.perform(
+            self.operations.decide_where(decision, by, reason, state, tenant, flow, age, effects or "")
+        )
 
     def resolve(self, item: ReconcileItem | str, decision: str, *, by: str, reason: str) -> Resolved:
         """Takes an item, or the one of that id, out of the reconciliation queue: ``accept`` (its event joins the
@@ -442,6 +463,24 @@ class AsyncAccumulator:
     async def confirm(self, window_id: str, *, by: str, reason: str) -> Decided:
         """See :meth:`Accumulator.confirm`."""
         return await self.store.perform(self.operations.decide(window_id, "confirm", by, reason))
+
+    async def decide_where(
+        self,
+        decision: str,
+        *,
+        by: str,
+        reason: str,
+        state: str | None = None,
+        tenant: str | None = None,
+        flow: str | None = None,
+        older_than: str | int | None = None,
+        effects: str | None = None,
+    ) -> dict[str, int]:
+        """See :meth:`Accumulator.decide_where`."""
+        age = 0 if older_than is None else _duration(older_than, "older_than")
+        return await self.store.perform(
+            self.operations.decide_where(decision, by, reason, state, tenant, flow, age, effects or "")
+        )
 
     async def resolve(self, item: ReconcileItem | str, decision: str, *, by: str, reason: str) -> Resolved:
         """See :meth:`Accumulator.resolve`."""

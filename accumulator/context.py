@@ -25,7 +25,7 @@ from accumulator.client import Accumulator
 from accumulator.emission import Emission
 from accumulator.envelope import MISSING, Event
 from accumulator.errors import InvalidInput
-from accumulator.handlers import Diverged, Handler, NotDone, Superseded, Timeout
+from accumulator.handlers import Diverged, Handler, NotDone, QueueFull, Superseded, Timeout
 from accumulator.manifest import Manifest, StoredEvent
 from accumulator.policy import Policy
 
@@ -353,6 +353,13 @@ class Context(Work):
         found: Manifest | None = None if before is None else self._perform("manifest", before)
         return found
 
+    @property
+    def predecessor_state(self) -> str | None:
+        """The state that this one is in; cheaper, where no more is wanted."""
+        before = self.manifests[0].previous_window_id
+        found: str | None = None if before is None else self._perform("state", before)
+        return found
+
     @cached_property
     def checkpoint(self) -> Any:
         """What the last confirmed one of the bucket's windows before this one left for it, or None. A later window may
@@ -371,11 +378,15 @@ class Context(Work):
             raise Superseded
 
     def set_aside(self, event_id: str, why: str) -> None:
-        """Sends an event to reconciliation, so that the rest can be finished."""
+        """Sends an event to reconciliation, so that the rest can be finished. Raises QueueFull where that holds all it
+        may."""
         for entry in self.events:
             if entry.event.event_id == event_id:
-                if not self._ask("set_aside", entry.event, why):
+                told = self._ask("set_aside", entry.event, why)
+                if told == "refused":
                     raise LeaseLost
+                if told == "full":
+                    raise QueueFull
                 return
         raise InvalidInput("event_id", "is not in this manifest")
 

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from accumulator.errors import InternalError
 from accumulator.ladders import ESCALATE, Ladder
+from accumulator.manifest import Timeline, read_timeline
 
 STATES: Final = ("running", "paused", "cancelled", "exhausted", "escalated")
 ENDED: Final = frozenset({"cancelled", "exhausted", "escalated"})
@@ -112,7 +113,8 @@ class Emission:
     failures: int
     error: str | None
     approved_by: str | None
-    timeline: tuple[tuple[int, str, int, str], ...]
+    timeline: Timeline
+    left_out: int
 
     @property
     def flow(self) -> str:
@@ -181,7 +183,7 @@ def read_emission(
         run = {name.decode(): value.decode() for name, value in of_ladder.items()}
         event, step, ladder_id = text["event"], text["step"], text["ladder"]
         start = run.get("start")
-        steps = [text[f"step{n}"].split(" ", 3) for n in range(1, int(text.get("steps", 0)) + 1)]
+        timeline, left_out = read_timeline(fields)
         cancelled = event == "cancelled"
         return Emission(
             emission_id=emission_id,
@@ -205,7 +207,8 @@ def read_emission(
             failures=int(text.get("failures", 0)),
             error=text.get("error"),
             approved_by=text.get("approved"),
-            timeline=tuple((int(at), state, int(attempt), cause) for at, state, attempt, cause in steps),
+            timeline=timeline,
+            left_out=left_out,
         )
     except (KeyError, ValueError) as problem:
         raise InternalError(f"emission {emission_id} can't be read: {type(problem).__name__}") from None

@@ -322,7 +322,7 @@ def _plain(value: Any, depth: int = 1) -> Any:
         return float.__float__(value)
     if not isinstance(value, dict | list | tuple):
         hint = "; only a whole payload may be bytes" if isinstance(value, _BYTES) else ""
-        _refuse("payload", f"holds a {type(value).__name__}, which is not JSON{hint}")
+        _refuse("payload", f"holds a value of type {type(value).__name__}, which is not JSON{hint}")
     if depth > MAX_DEPTH:
         _refuse("payload", _TOO_DEEP)
     if not isinstance(value, dict):

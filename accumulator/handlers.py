@@ -76,6 +76,14 @@ class NotDone(Exception):
     """Raised within an effect: the call surely did not happen, so that it may be tried again without being verified."""
 
 
+class QueueFull(Exception):
+    """Raised by ``ctx.set_aside``: the reconciliation queue holds all that it may (`max_reconcile`), and nothing was
+    set aside. A handler that lets it pass has failed, and is tried again."""
+
+    def __init__(self) -> None:
+        super().__init__("the reconciliation queue holds all that it may (max_reconcile)")
+
+
 class Stages:
     """A handler in stages; each is optional and gets the context, ``ctx.results`` holds what earlier ones returned
     (JSON values, kept with the manifest, so that a retry continues where it stopped).
@@ -121,6 +129,12 @@ class Handler:
         """ms until the next attempt after so many failed ones (from 1): exponential, anywhere between none and all of
         it, so that what failed together does not come back together."""
         return random.randint(1, max(1, min(self.max_backoff, self.backoff << min(failures - 1, 40))))
+
+    def spread(self) -> tuple[int, int]:
+        """The same for an attempt that can't say that it failed, since its process was killed: ms, for the server to
+        double with each failure, and at the most."""
+        share = random.random()
+        return 1 + int(share * self.backoff), 1 + int(share * self.max_backoff)
 
 
 _registry: dict[str, Handler] = {}

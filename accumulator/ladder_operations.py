@@ -298,13 +298,21 @@ class LadderOperations:
         return (yield from self._read_emission(prefix, emission_id, fields))
 
     def begin_emission(
-        self, emission_id: str, attempt: int, token: str, lease_ms: int, most: int
+        self,
+        emission_id: str,
+        attempt: int,
+        token: str,
+        lease_ms: int,
+        most: int,
+        pause: tuple[int, int] = (1_000, 600_000),
     ) -> Operation[tuple[str, Emission | None]]:
         """As :meth:`Operations.begin`, of an emission: the state it is in, and itself where the attempt was granted.
         Refused for good where the awaited event has come."""
         yield from self.connect()
         prefix = self.prefix_of_window(emission_id)
-        replies = yield [self._script("begin", prefix, token, emission_id, attempt, lease_ms, most)]
+        replies = yield [
+            self._script("begin", prefix, token, emission_id, attempt, lease_ms, most, f"{pause[0]} {pause[1]}")
+        ]
         [[granted, state, *rest]] = answer(replies[0])
         if granted != b"granted":
             return state.decode(), None

@@ -8,7 +8,7 @@ manifest says about ids follows from it.
 from __future__ import annotations
 
 from base64 import urlsafe_b64encode
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
@@ -19,6 +19,10 @@ from accumulator.envelope import MISSING, Event
 from accumulator.errors import InternalError
 
 RELATIONS = {"f": "first", "c": "continuation", "p": "policy_change", "a": "after_close"}
+
+Timeline = tuple[tuple[int, str, int, str], ...]
+FIRST_STEPS = 20
+"""So many transitions of a manifest stay at the beginning of its timeline, however many there are."""
 
 SETTLED = frozenset({"confirmed", "refused", "discarded", "superseded", "empty"})
 """States in which a manifest needs nobody any more."""
@@ -109,8 +113,9 @@ class Manifest:
 
     `record` says what it holds, entry by entry, and stays; `events` are the same entries with their payloads, empty
     once these went. `digest` can be recomputed from either with :func:`pairs_digest`. `timeline` has an (instant,
-    state, attempt, cause) for each transition after the closing. `joined` are the manifests handed over with this one,
-    `leader` the one that this one was handed over with.
+    state, attempt, cause) for each transition after the closing; of very many only the FIRST_STEPS first, the last
+    hundred and what people decided: `left_out` is how many more there were. `joined` are the manifests handed over with
+    this one, `leader` the one that this one was handed over with.
     """
 
     bucket_key: str
@@ -146,7 +151,8 @@ class Manifest:
     approved_by: str | None = None
     joined: tuple[str, ...] = ()
     leader: str | None = None
-    timeline: tuple[tuple[int, str, int, str], ...] = ()
+    timeline: Timeline = ()
+    left_out: int = 0
     record: tuple[Entry, ...] = field(default=(), repr=False)
     events: tuple[StoredEvent, ...] = field(default=(), repr=False)
 
@@ -182,7 +188,7 @@ def read_manifest(window_id: str, fields: dict[bytes, bytes], contents: Contents
         limits = {
             name.removesuffix(b"_at").decode(): int(value) for name, value in fields.items() if name.endswith(b"_at")
         }
-        steps = [fields[b"step%d" % n].decode().split(" ", 3) for n in range(1, int(fields.get(b"steps", 0)) + 1)]
+        timeline, left_out = read_timeline(fields)
         anomaly = fields.get(b"anomaly", b"").decode() or None
         if b"lost" in fields:
             anomaly = "events_missing"
@@ -223,12 +229,21 @@ def read_manifest(window_id: str, fields: dict[bytes, bytes], contents: Contents
             approved_by=text.get(b"approved"),
             joined=tuple(fields.get(b"joined", b"").decode().split()),
             leader=text.get(b"leader"),
-            timeline=tuple((int(at), state, int(attempt), cause) for at, state, attempt, cause in steps),
+            timeline=timeline,
+            left_out=left_out,
             record=record,
             events=contents.events,
         )
     except (KeyError, ValueError) as problem:
         raise InternalError(f"manifest {window_id} can't be read: {type(problem).__name__}") from None
+
+
+def read_timeline(fields: Mapping[bytes, bytes]) -> tuple[Timeline, int]:
+    """The transitions that a hash ``manifest:<id>`` keeps, and how many it does not. Raises ValueError."""
+    numbers = sorted(int(name[4:]) for name in fields if name[:4] == b"step" and name[4:].isdigit())
+    steps = [fields[b"step%d" % n].decode().split(" ", 3) for n in numbers]
+    timeline = tuple((int(at), state, int(attempt), cause) for at, state, attempt, cause in steps)
+    return timeline, int(fields.get(b"steps", 0)) - len(numbers)
 
 
 def _numbered(fields: dict[bytes, bytes], letter: bytes) -> list[int]:

@@ -42,6 +42,8 @@ ROUND_EVENTS: Final = 10_000
 PAGE: Final = 1000
 ATTENTION: Final = ("awaiting_approval", "uncertain", "dead", "reconciling")
 """States in which a manifest waits for somebody."""
+_TROUBLED: Final = frozenset({"dead", "uncertain", "reconciling"})
+UNSETTLED: Final = ("closed", "dispatched", "processing", "retrying", *ATTENTION)
 DECISIONS: Final = ("approve", "refuse", "replay", "discard", "confirm")
 RESOLUTIONS: Final = {"accept": "accepted", "discard": "discarded"}
 """What can be decided of a reconciliation item → what it then is."""
@@ -247,12 +249,17 @@ class Grant(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """What is asked for an attempt: granted once, for `lease_ms`; `most`: failures the handler allows."""
+    """What is asked for an attempt, as :meth:`Operations.begin` says."""
 
     window_id: str
     attempt: int
     lease_ms: int
     most: int
+    pause: tuple[int, int]
+
+    def arguments(self) -> tuple[Any, ...]:
+        """As the script takes it."""
+        return (*self[:4], f"{self.pause[0]} {self.pause[1]}")
 
 
 class Settlement(NamedTuple):
@@ -461,14 +468,14 @@ class Operations(LadderOperations):
         ]
         counts = [int(answer(reply)) for reply in replies]
         near = False
-        self._allowances = {}
+        allowances = {}
         for i, name in enumerate(_CEILINGS):
             own = counts[i * self.partitions : (i + 1) * self.partitions]
             left = self._ceilings[name] - sum(own)
             near = near or left < max(3 * ROUND_EVENTS, self._ceilings[name] // 10)
-            self._allowances[name] = [held + max(left, 0) for held in own]
+            allowances[name] = [held + max(left, 0) for held in own]
         if near:
-            self._counted = -math.inf
+            self._counted, self._allowances = -math.inf, allowances
         else:
             self._counted, self._allowances = time.monotonic(), None
 
@@ -920,6 +927,13 @@ class Operations(LadderOperations):
         key = answer(replies[0])
         return None if key is None else str(key.decode())
 
+    def state(self, window_id: str) -> Operation[str | None]:
+        """The state of a manifest; None where there is none of that id."""
+        yield from self.connect()
+        replies = yield [Call(("HGET", keys.manifest(self.prefix_of_window(window_id), window_id), "state"))]
+        state = answer(replies[0])
+        return None if state is None else str(state.decode())
+
     def tick(self, partition: int, limit: int) -> Operation[Tick]:
         """Handles up to `limit` due timers of a partition."""
         yield from self.connect()
@@ -992,9 +1006,18 @@ class Operations(LadderOperations):
         replies = yield [Call(("HGETALL", keys.inflight(prefix))) for prefix in self.prefixes]
         return [{tenant.decode(): int(n) for tenant, n in as_pairs(reply)} for reply in replies]
 
-    def begin(self, window_id: str, attempt: int, token: str, lease_ms: int, most: int) -> Operation[Grant]:
-        """Asks for an attempt: granted once, to one token, for `lease_ms`. `most`: failures the handler allows."""
-        [found] = yield from self.begin_all(token, [Ask(window_id, attempt, lease_ms, most)])
+    def begin(
+        self,
+        window_id: str,
+        attempt: int,
+        token: str,
+        lease_ms: int,
+        most: int,
+        pause: tuple[int, int] = (1_000, 600_000),
+    ) -> Operation[Grant]:
+        """Asks for an attempt: granted once, to one token, for `lease_ms`. `most`: failures the handler allows;
+        `pause`: ms until the next attempt where the lease ends, doubled with each failure, and at the most."""
+        [found] = yield from self.begin_all(token, [Ask(window_id, attempt, lease_ms, most, pause)])
         return cast(Grant, answer(found))
 
     def begin_all(self, token: str, asks: Sequence[Ask]) -> Operation[list[Grant | AccumulatorError | None]]:
@@ -1003,7 +1026,7 @@ class Operations(LadderOperations):
         yield from self.connect()
         parts = self._by_partition(ask.window_id for ask in asks)
         replies = yield [
-            self._script("begin", prefix, token, *(arg for i in indices for arg in asks[i]))
+            self._script("begin", prefix, token, *(arg for i in indices for arg in asks[i].arguments()))
             for prefix, indices in parts.items()
         ]
         found: list[Grant | AccumulatorError | None] = [None] * len(asks)
@@ -1137,15 +1160,19 @@ class Operations(LadderOperations):
         replies = yield [Call(("HGET", keys.manifest(prefix, w.decode()), "state")) for w in window_ids]
         return any(answer(reply) == b"closed" for reply in replies)
 
-    def set_aside(self, window_id: str, token: str, event: Event, why: str) -> Operation[bool]:
-        """Queues an event of a manifest for reconciliation, once; False where the token has no say any more."""
+    def set_aside(self, window_id: str, token: str, event: Event, why: str) -> Operation[str]:
+        """Queues an event of a manifest for reconciliation, once: ``done``; ``refused`` where the token has no say
+        any more, ``full`` where the namespace holds `max_reconcile` items."""
         yield from self.connect()
+        yield from self._measure()
         prefix = self.prefix_of_window(window_id)
         event_id, _, _, envelope = _packed(event)
+        allowances = self._allowances
+        most = "" if allowances is None else allowances["max_reconcile"][self.prefixes.index(prefix)]
         replies = yield [
-            self._script("aside", prefix, window_id, token, event_id, event.content_digest, envelope, why[:1000])
+            self._script("aside", prefix, window_id, token, event_id, event.content_digest, envelope, why[:1000], most)
         ]
-        return bool(answer(replies[0]) == b"done")
+        return str(answer(replies[0]).decode())
 
     def policy_of(self, manifest: Manifest) -> Operation[Policy]:
         """The policy that a manifest's window obeyed. Its version never changes; read anew once a minute all the same,
@@ -1227,6 +1254,53 @@ class Operations(LadderOperations):
         replies = yield [self._script("decide", prefix, window_id, decision, who, why, effects, self._nonce(16))]
         told, state = answer(replies[0])
         return Decided(told.decode(), state.decode())
+
+    def decide_where(
+        self,
+        decision: str,
+        who: str,
+        why: str,
+        state: str | None = None,
+        tenant: str | None = None,
+        flow: str | None = None,
+        older_than: int = 0,
+        effects: str = "",
+    ) -> Operation[dict[str, int]]:
+        """``discard`` or ``replay`` of all manifests that are not settled when it begins and match every filter given,
+        `older_than` in ms since they closed: outcome of :meth:`decide` → how many. Those that are processing are left
+        (``wrong_state``). Not atomic."""
+        _person(who, why)
+        _choice("decision", decision, ("discard", "replay"))
+        _choice("effects", effects, ("", "done", "not_done"))
+        if state is not None:
+            _choice("state", state, UNSETTLED)
+        if state is None and tenant is None and flow is None and not older_than:
+            raise InvalidInput("filter", "is missing: name a state, a tenant, a flow or an age")
+        yield from self.connect()
+        until = (yield from self.now()) - older_than
+        wanted = {state} if state else _TROUBLED if decision == "replay" else set(UNSETTLED)
+        counts = {"done": 0, "wrong_state": 0}
+        for prefix in self.prefixes:
+            replies = yield [Call(("ZRANGE", keys.outbox(prefix), "-inf", until, "BYSCORE"))]
+            ids = [window_id.decode() for window_id in answer(replies[0])]
+            for i in range(0, len(ids), PAGE):
+                some = ids[i : i + PAGE]
+                replies = yield [Call(("HMGET", keys.manifest(prefix, w), "state", "bucket", "leader")) for w in some]
+                # What was handed over together is decided together, and once.
+                together: dict[str, int] = {}
+                for window_id, reply in zip(some, replies, strict=True):
+                    held, key, leader = (value and value.decode() for value in answer(reply))
+                    if held in wanted and tenant in (None, key.split(":", 1)[0]) and flow in (None, _flow(key)):
+                        decided = leader or window_id
+                        together[decided] = together.get(decided, 0) + 1
+                replies = yield [
+                    self._script("decide", prefix, window_id, decision, who, why, effects, self._nonce(16))
+                    for window_id in together
+                ]
+                for number, reply in zip(together.values(), replies, strict=True):
+                    told = answer(reply)[0].decode()
+                    counts[told] = counts.get(told, 0) + number
+        return counts
 
     def resolve(self, item: ReconcileItem | str, decision: str, who: str, why: str) -> Operation[Resolved]:
         """Takes an event out of the reconciliation queue, given the item or its id: ``accept`` (into the bucket's next

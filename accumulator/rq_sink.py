@@ -93,7 +93,7 @@ class Dispatcher(Role):
             self._enqueue()
             room = self._room() if self._turns.waiting else 0
         except (faults.RedisError, OSError) as error:
-            raise translate(error) from None
+            raise translate(error, "rq_url") from None
         most = min(self.BATCH, room)
         while len(self._held) < most:
             found = self._turns.take(most - len(self._held), WATCH)

@@ -138,7 +138,9 @@ class Attempt:
         handler = self._handler
         lease = LEASE_MARGIN + handler.timeout if handler else _BRIEF_LEASE
         self._lease_until = monotonic() + lease / 1000
-        return Ask(self.window_id, self.attempt, lease, handler.max_attempts if handler else 0)
+        if handler is None:
+            return Ask(self.window_id, self.attempt, lease, 0, (1_000, 60_000))
+        return Ask(self.window_id, self.attempt, lease, handler.max_attempts, handler.spread())
 
     def granted(self, state: str, handled: Manifest | Emission | None) -> bool:
         """Takes what was answered to that; whether it may go on. Raises ServerError."""
@@ -291,7 +293,9 @@ def begin(attempts: Sequence[Attempt]) -> tuple[list[Attempt], list[Attempt]]:
     def perform() -> list[Grant | tuple[str, Emission | None] | AccumulatorError | None]:
         if first.of_ladder:
             return [
-                store.perform(operations.begin_emission(ask.window_id, ask.attempt, token, ask.lease_ms, ask.most))
+                store.perform(
+                    operations.begin_emission(ask.window_id, ask.attempt, token, ask.lease_ms, ask.most, ask.pause)
+                )
                 for _, ask in asked
             ]
         found = store.perform(operations.begin_all(token, [ask for _, ask in asked]))

@@ -67,9 +67,9 @@ Round = Sequence[Call]
 Operation = Generator[Round, list[Reply], T]
 
 
-def translate(error: BaseException) -> AccumulatorError:
-    """Our exception for one of redis-py's. Error texts of the server name commands and keys' patterns, not payloads;
-    what it might quote of an argument is left out."""
+def translate(error: BaseException, setting: str = "redis_url") -> AccumulatorError:
+    """Our exception for one of redis-py's, on a connection whose URL is that `setting`. Error texts of the server name
+    commands and keys' patterns, not payloads; what it might quote of an argument is left out."""
     text = str(error)
     code = text.partition(" ")[0]
     if isinstance(error, faults.AuthenticationError):
@@ -93,6 +93,8 @@ def translate(error: BaseException) -> AccumulatorError:
             return UnknownFlow(text.partition(" ")[2].split(" ")[0])
         if "non local key" in text:
             return ServerRefused("TRYAGAIN", "a slot of the cluster is moving")
+        if "DB index" in text or text.startswith("SELECT is not allowed"):
+            return InvalidSettings(setting, "names a database that the server does not have")
         for refusal in _REFUSALS:
             if code == refusal or f"-{refusal} " in text:
                 return ServerRefused(refusal, "the server refuses for now")

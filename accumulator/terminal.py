@@ -125,8 +125,8 @@ def id_list(ids: Sequence[str], most: int = 8) -> str:
 
 
 def count_of(number: int, noun: str) -> str:
-    """1 event, 2 events."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    """1 event, 2,000 events."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 # --- what is asked of, and where --------------------------------------------------------------------------------------

@@ -2,7 +2,11 @@
 
 POST, with a JSON object as its body: ``window_id``, ``bucket_key``, ``attempt`` and ``manifests``, a list of what is
 handed over, the oldest first: one manifest, or all that waited (``handover: together``); the last is the one that
-``window_id`` names. What a ladder emitted is an object with ``ladder``, ``event``, ``step``, ``attributes``, ``args``
+``window_id`` names. Each has its ``close_reason``, its ``relation`` to the window before and its ``events`` in order of
+acceptance; an event's ``late``, ``revised`` and ``reconciled`` are flags, ``order`` is its place (from 1) by the flow's
+``order_by`` among all that are handed over, and ``gap`` says that its source's version before it is missing.
+``previous_state`` is what became of the bucket's manifest before these. There are no checkpoints: a webhook can leave
+none. What a ladder emitted is an object with ``ladder``, ``event``, ``step``, ``attributes``, ``args``
 and more, under the step's idempotency key. Instants are in ms; a payload of bytes is base64 in ``payload_bytes``.
 
 Headers: ``Idempotency-Key`` (the window id: the same in each attempt), ``Accumulator-Attempt``,
@@ -95,13 +99,18 @@ class Endpoint:
 # --- the request ------------------------------------------------------------------------------------------------------
 
 
-def _event(entry: StoredEvent) -> dict[str, Any]:
+Places = Mapping[int, tuple[int, bool]]
+"""id() of an entry → its place in order, and whether it follows a gap."""
+
+
+def _event(entry: StoredEvent, places: Places) -> dict[str, Any]:
     given = entry.event
     told: dict[str, Any] = {
         "event_id": given.event_id,
         "kind": given.kind,
         "occurred_at": given.occurred_ms,
         "received_at": entry.received_at,
+        "position": entry.position,
         "source": given.source,
         "source_version": given.source_version,
         "policy_version": given.policy_version,
@@ -119,22 +128,32 @@ def _event(entry: StoredEvent) -> dict[str, Any]:
         told["payload_bytes"] = b64encode(given.payload).decode()
     elif given.payload is not MISSING:
         told["payload"] = given.payload
+    if id(entry) in places:
+        told["order"], told["gap"] = places[id(entry)]
     return told
 
 
-def _manifest(manifest: Manifest) -> dict[str, Any]:
+def _manifest(manifest: Manifest, places: Places) -> dict[str, Any]:
     names = (
         *("window_id", "window_version", "opened_at", "closed_at", "close_reason", "relation", "previous_window_id"),
-        *("event_ids", "late_event_ids", "revised_event_ids", "retracted_event_ids", "policy_versions", "digest"),
+        *("first_event_at", "last_event_at", "event_count", "duplicates", "policy_version", "policy_versions"),
+        *("event_ids", "late_event_ids", "revised_event_ids", "retracted_event_ids", "digest"),
     )
-    return {name: getattr(manifest, name) for name in names} | {"events": [_event(e) for e in manifest.events]}
+    return {name: getattr(manifest, name) for name in names} | {
+        "events": [_event(entry, places) for entry in manifest.events]
+    }
 
 
-def body_of(manifests: Sequence[Manifest]) -> bytes:
-    """The body for what is handed over in one call, the oldest first."""
+def body_of(manifests: Sequence[Manifest], ctx: Context | None = None) -> bytes:
+    """The body for what is handed over in one call, the oldest first; with what its context adds: the events' order and
+    what became of the manifest before."""
     last = manifests[-1]
-    told = {"window_id": last.window_id, "bucket_key": last.bucket_key, "attempt": last.attempt}
-    return orjson.dumps(told | {"manifests": [_manifest(manifest) for manifest in manifests]})
+    told: dict[str, Any] = {"window_id": last.window_id, "bucket_key": last.bucket_key, "attempt": last.attempt}
+    places: Places = {}
+    if ctx is not None:
+        places = {id(each.entry): (place, each.gap) for place, each in enumerate(ctx.in_order(), 1)}
+        told["previous_state"] = ctx.predecessor_state
+    return orjson.dumps(told | {"manifests": [_manifest(manifest, places) for manifest in manifests]})
 
 
 def emission_body(emission: Emission) -> bytes:
@@ -202,8 +221,10 @@ def deliver(
     handed: Sequence[Manifest] | Emission,
     client: httpx.Client,
     resolve: Resolve = socket.getaddrinfo,
+    ctx: Context | None = None,
 ) -> None:
-    """Sends what is handed over. Raises Refused or Failed; their texts hold neither payload nor secret."""
+    """Sends what is handed over, manifests with what their context adds. Raises Refused or Failed; their texts hold
+    neither payload nor secret."""
     until = monotonic() + endpoint.timeout / 1000
     url = httpx.URL(endpoint.url)
     targets = [url]
@@ -219,7 +240,7 @@ def deliver(
     if isinstance(handed, Emission):
         body, key, attempt = emission_body(handed), handed.key, handed.attempt
     else:
-        body, key, attempt = body_of(handed), handed[-1].window_id, handed[-1].attempt
+        body, key, attempt = body_of(handed, ctx), handed[-1].window_id, handed[-1].attempt
     headers = {
         "Host": url.netloc.decode(),
         "Content-Type": "application/json",
@@ -332,6 +353,9 @@ class WebhookRunner(DirectRunner):
 
 def _hand_over(endpoint: Endpoint, client: httpx.Client, ctx: Context | StepContext) -> None:
     try:
-        deliver(endpoint, ctx.emission if isinstance(ctx, StepContext) else ctx.manifests, client)
+        if isinstance(ctx, StepContext):
+            deliver(endpoint, ctx.emission, client)
+        else:
+            deliver(endpoint, ctx.manifests, client, ctx=ctx)
     finally:
         client.cookies.clear()  # one answer says nothing to the next request

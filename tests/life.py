@@ -106,8 +106,10 @@ class Life:
     def taken(self, count: int = 100, **options: Any) -> list[str]:
         return [taken.window_id for taken in self.take(count, **options)]
 
-    def begin(self, window_id: str, attempt: int = 1, token: str = TOKEN, lease: int = LEASE, most: int = 5) -> Grant:
-        return self.do(self.ops.begin(window_id, attempt, token, lease, most))
+    def begin(
+        self, window_id: str, attempt: int = 1, token: str = TOKEN, lease: int = LEASE, most: int = 5, **more: Any
+    ) -> Grant:
+        return self.do(self.ops.begin(window_id, attempt, token, lease, most, **{"pause": (1, 1), **more}))
 
     def begun(self, window_id: str, token: str = TOKEN, most: int = 5) -> Manifest:
         """Takes the next manifest, which is that one, and begins."""

@@ -146,7 +146,8 @@ def test_push_a_file_and_standard_input(program: Program, client: Accumulator, t
     assert shown.err == ""
     table = dict(re.findall(r"^ *(.+?)  +([\d,]+) *$", shown.out, re.MULTILINE))
     assert table == {"accepted": "3", "duplicate": "1", "windows opened": "2", "windows closed": "1", "terminal": "1"}
-    assert "4 events of 4 lines" in shown.out
+    assert "4 events of 4 lines in" in shown.out
+    assert "1 event of 1 line in" in program("push", "-", stdin=lines(event(1))).out
 
     (summary,) = program("push", "-", "--json", stdin=path.read_bytes()).json
     assert summary["outcomes"] == {"duplicate": 4}

@@ -582,6 +582,71 @@ def test_over_maxmemory_pushes_are_refused_and_what_drains_goes_on(
         check_invariants(control, namespace)
 
 
+def test_over_maxmemory_people_decide_all_the_same(start_server: StartServer, server_kind: str, namespace: str) -> None:
+    server = start_server(config={"maxmemory-policy": "noeviction"})
+    clock = VirtualClock()
+    who = {"by": "ana", "reason": "it is full"}
+    with (
+        redis.Redis.from_url(server.url) as control,
+        Accumulator(server.url, namespace=namespace, partitions=4, clock=clock) as accumulator,
+    ):
+        clock.attach(accumulator)
+        perform, operations = accumulator.store.perform, accumulator.operations
+        accumulator.load_policy("f", {"inactivity": "10s", "kinds": ["k"]})
+        accumulator.push_many([event("e", f"t:f:{n}", clock) for n in range(8)])
+        clock.advance("10s")
+        taken = [one for p in range(4) for one in perform(operations.take(p, "rq", 100, 1000))]
+        endings = ["dead"] * 3 + ["awaiting_approval"] * 2 + ["uncertain", "reconciling"]
+        for one, ending in zip(taken, endings, strict=False):
+            assert perform(operations.begin(one.window_id, 1, "token", 1000, 3)).manifest is not None
+            assert perform(operations.settle(one.window_id, "token", ending, "x", 1000)) == "done"
+        accumulator.push(event("e2", "t:f:0", clock))
+        accumulator.push_many([event(f"q{n}", f"t:f:{n}", clock, kind="odd", payload="x") for n in range(6)])
+        control.script_flush()
+        control.config_set("maxmemory", "1mb")
+        with pytest.raises(ServerRefused, match="OOM"):
+            accumulator.push(event("e1", "t:f:new", clock))
+        ids = [one.window_id for one in taken]
+        decided = [
+            accumulator.replay(ids[0], **who),
+            accumulator.confirm(ids[1], **who),
+            accumulator.discard(ids[2], **who),
+            accumulator.approve(ids[3], **who),
+            accumulator.refuse(ids[4], **who),
+            accumulator.discard(ids[5], **who),
+            accumulator.replay(ids[6], effects="done", **who),
+        ]
+        assert [told.outcome for told in decided] == ["done"] * 7
+        assert accumulator.attention() == []
+        # An event of the queue was taken in before: it moves, also into a window that has to be opened for it.
+        items = {item.event.bucket_key: item for item in accumulator.reconciliation()}
+        for key, version in (("t:f:0", 2), ("t:f:1", 2)):
+            accepted = accumulator.resolve(items[key], "accept", **who).receipt
+            assert accepted is not None
+            assert (accepted.outcome, accepted.window_version) == (Outcome.ACCEPTED, version)
+        assert accumulator.resolve(items["t:f:2"], "discard", **who).outcome == "discarded"
+        assert accumulator.resolve_where("discard", code="unknown_kind", **who) == {"discarded": 3, "missing": 0}
+        clock.advance("10s")
+        assert (accumulator.open_buckets(), accumulator.reconciliation()) == ([], [])
+        assert [m.event_ids for m in accumulator.manifests("t:f:0")] == [("e",), ("e2", "q0")]
+        control.config_set("maxmemory", "0")
+        check_invariants(control, namespace)
+
+
+@pytest.mark.parametrize("database", ["99", "16"])
+async def test_a_database_that_is_not_there_is_a_setting(
+    start_server: StartServer, server_kind: str, database: str
+) -> None:
+    server = start_server(password="right-marker")
+    url = f"redis://:right-marker@127.0.0.1:{server.port}/{database}"
+    told = "^redis_url: names a database that the server does not have$"
+    with Accumulator(url) as accumulator, pytest.raises(InvalidSettings, match=told):
+        accumulator.push(event("e1"))
+    async with AsyncAccumulator(url) as other:
+        with pytest.raises(InvalidSettings, match=told):
+            await other.push(event("e1"))
+
+
 def test_a_read_only_server(start_server: StartServer, server_kind: str, namespace: str) -> None:
     server = start_server()
     with redis.Redis.from_url(server.url) as control, Accumulator(server.url, namespace=namespace) as accumulator:

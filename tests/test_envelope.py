@@ -775,17 +775,17 @@ NO_JSON: list[tuple[Any, str]] = [
     ({True: 2}, "holds a key that is no text but bool"),
     ({b"a": 2}, "holds a key that is no text but bytes"),
     ({("a",): 2}, "holds a key that is no text but tuple"),
-    (Plain.A, "holds a Plain, which is not JSON"),
-    (Record(), "holds a Record, which is not JSON"),
-    (WHEN, "holds a datetime, which is not JSON"),
-    (date(2026, 1, 1), "holds a date, which is not JSON"),
-    (UUID(int=5), "holds a UUID, which is not JSON"),
-    (Decimal(1), "holds a Decimal, which is not JSON"),
-    ({1, 2}, "holds a set, which is not JSON"),
-    (1j, "holds a complex, which is not JSON"),
-    (object(), "holds a object, which is not JSON"),
-    (orjson.Fragment(b"{"), "holds a Fragment, which is not JSON"),
-    (UserDict(a=1), "holds a UserDict, which is not JSON"),
+    (Plain.A, "holds a value of type Plain, which is not JSON"),
+    (Record(), "holds a value of type Record, which is not JSON"),
+    (WHEN, "holds a value of type datetime, which is not JSON"),
+    (date(2026, 1, 1), "holds a value of type date, which is not JSON"),
+    (UUID(int=5), "holds a value of type UUID, which is not JSON"),
+    (Decimal(1), "holds a value of type Decimal, which is not JSON"),
+    ({1, 2}, "holds a value of type set, which is not JSON"),
+    (1j, "holds a value of type complex, which is not JSON"),
+    (object(), "holds a value of type object, which is not JSON"),
+    (orjson.Fragment(b"{"), "holds a value of type Fragment, which is not JSON"),
+    (UserDict(a=1), "holds a value of type UserDict, which is not JSON"),
 ]
 
 
@@ -808,7 +808,7 @@ def test_what_is_no_json_is_refused_by_name(wrap: str, value: Any, rule: str) ->
 def test_inside_json_there_is_nothing_missing_and_no_bytes(value: Any) -> None:
     hint = "" if value is MISSING else "; only a whole payload may be bytes"
     for payload in ([1, value], {"a": 1, "b": value}, {"f": 1.5, "a": [{"b": (None, value)}]}):
-        refuse("payload", payload, f"holds a {type(value).__name__}, which is not JSON{hint}")
+        refuse("payload", payload, f"holds a value of type {type(value).__name__}, which is not JSON{hint}")
 
 
 def test_subclasses_and_tuples_become_plain() -> None:
@@ -1020,9 +1020,9 @@ def test_any_json_value(value: Any) -> None:
 
 def test_canonical_json_takes_what_a_payload_may_be() -> None:
     assert canonical_json({"b": (1, 2.0), "a": Kind.ADDED}) == b'{"a":"item_added","b":[1,2]}'
-    with pytest.raises(InvalidEvent, match="payload: holds a bytes"):
+    with pytest.raises(InvalidEvent, match="payload: holds a value of type bytes"):
         canonical_json(b"x")
-    with pytest.raises(InvalidEvent, match="payload: holds a Missing"):
+    with pytest.raises(InvalidEvent, match="payload: holds a value of type Missing"):
         canonical_json(MISSING)
 
 

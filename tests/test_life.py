@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import accumulator.handlers
+from accumulator import runner
 from accumulator.context import Context
 from accumulator.errors import InvalidInput
 from accumulator.handlers import (
@@ -99,8 +100,8 @@ def test_what_is_allowed_in_a_state(life: Life, state: str) -> None:
         assert life.settle(window_id, "dead") == told  # the token that ended it hears the same again
         assert life.effect(window_id, "pay", "begin") == "refused"
         assert not life.do(life.ops.save_stage(window_id, TOKEN, "load", "1"))
-        assert not life.do(life.ops.set_aside(window_id, TOKEN, before.events[0].event, "odd") if before.events else
-                           life.ops.drop_stages(window_id, TOKEN))  # fmt: skip
+        if before.events:
+            assert life.do(life.ops.set_aside(window_id, TOKEN, before.events[0].event, "odd")) == "refused"
     assert life.settle(window_id, "confirmed", token=OTHER) == "refused"
     assert life.effect(window_id, "pay", "begin", token=OTHER) == "refused"
     assert not life.do(life.ops.save_stage(window_id, OTHER, "load", "1"))
@@ -114,7 +115,7 @@ def test_what_is_allowed_in_a_state(life: Life, state: str) -> None:
         "refuse": "refused" if state == "awaiting_approval" else None,
         "replay": "retrying" if state in TROUBLED else None,
         "confirm": "confirmed" if state in TROUBLED else None,
-        "discard": "discarded" if state in TROUBLED | {"awaiting_approval"} else None,
+        "discard": "discarded" if state not in SETTLED | {"processing"} else None,
     }
     refused_ones = [decision for decision, to in wants.items() if to is None]
     for decision in refused_ones:
@@ -132,15 +133,16 @@ def test_what_is_allowed_in_a_state(life: Life, state: str) -> None:
         *((state, "replay", "retrying") for state in sorted(TROUBLED)),
         *((state, "confirm", "confirmed") for state in sorted(TROUBLED)),
         *((state, "discard", "discarded") for state in sorted(TROUBLED)),
+        *((state, "discard", "discarded") for state in ("closed", "dispatched", "retrying")),
     ],
 )
 def test_what_a_person_decides(life: Life, state: str, decision: str, to: str) -> None:
     life.policy()
     window_id = bring(life, state)
-    assert life.do(life.ops.attention()) == [window_id]
+    assert life.do(life.ops.attention()) == ([window_id] if state in TROUBLED | {"awaiting_approval"} else [])
     life.tick(500)
     assert life.decide(window_id, decision) == ("done", to)
-    assert life.story(window_id)[-1] == (500, to, 1, f"{decision} by ana: seen")
+    assert life.story(window_id)[-1] == (500, to, 0 if state == "closed" else 1, f"{decision} by ana: seen")
     assert life.do(life.ops.attention()) == []
     life.check()
     if to == "retrying":
@@ -152,6 +154,180 @@ def test_what_a_person_decides(life: Life, state: str, decision: str, to: str) -
         assert manifest.approved_by == ("ana" if decision == "approve" else None)
     else:
         assert life.taken() == []
+
+
+# --- giving up ---
+
+
+@pytest.mark.parametrize("state", ["closed", "dispatched", "lost", "retrying", "ready again"])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_what_is_given_up_lets_the_next_one_go(life: Life, state: str, ordered: bool) -> None:
+    life.policy(ordered=ordered)
+    first = life.close("e1")
+    if state != "closed":
+        assert life.taken() == [first]
+    if state in ("retrying", "ready again"):
+        life.begin(first)
+        life.settle(first, "failed", delay=1_000)
+    second = life.close("e2")
+    if state == "lost":
+        life.tick(WATCH)  # it stands in the list again, and its job may come all the same
+    elif state == "ready again":
+        life.tick(1_000)
+    life.check()
+    assert life.decide(first, "discard") == ("done", "discarded")
+    life.check()
+    assert life.do(life.ops.in_flight()) == [{}]
+    assert not life.begin(first, life.manifest(first).attempt, OTHER).manifest
+    life.tick(WATCH * 10)
+    assert life.taken() == [second]
+    life.begin(second)
+    assert life.settle(second, "confirmed") == "done"
+    assert life.states() == ["discarded", "confirmed"]
+    life.pass_days(18)
+    assert life.acc.manifests(KEY) == []
+
+
+def test_what_is_at_work_is_not_given_up(life: Life) -> None:
+    life.policy()
+    first, second = life.close("e1"), life.close("e2")
+    life.begun(first)
+    assert life.decide(first, "discard") == ("wrong_state", "processing")
+    assert life.effect(first, "pay", "begin") == "begun"
+    assert life.decide(second, "discard") == ("done", "discarded")
+    life.tick(LEASE)
+    assert life.decide(first, "discard") == ("done", "discarded")
+    assert life.effect(first, "pay", "confirm") == "refused"
+    assert life.settle(first, "confirmed") == "refused"
+    assert [e.state for e in life.do(life.ops.effects(first))] == ["begun"]  # the ledger keeps what is in doubt
+    assert life.taken() == []
+
+
+def test_what_waits_behind_another_is_given_up(life: Life) -> None:
+    life.policy()
+    windows = [life.close(f"e{n}") for n in range(4)]
+    life.begun(windows[0])
+    assert life.decide(windows[2], "discard") == ("done", "discarded")
+    assert life.settle(windows[0], "dead") == "done"
+    life.begun(windows[1], OTHER)
+    assert life.decide(windows[0], "replay") == ("done", "retrying")
+    life.check()
+    assert life.decide(windows[0], "discard") == ("done", "discarded")  # it was waiting for its turn
+    life.check()
+    assert life.settle(windows[1], "confirmed", token=OTHER) == "done"
+    assert life.taken() == [windows[3]]
+
+
+@pytest.mark.parametrize("state", ["dispatched", "retrying"])
+def test_those_handed_over_together_are_given_up_together(life: Life, state: str) -> None:
+    life.policy(handover="together")
+    windows = [life.close(f"e{n}") for n in range(3)]
+    assert life.taken() == windows[2:]
+    if state == "retrying":
+        life.begin(windows[2])
+        life.settle(windows[2], "failed", delay=1_000)
+    fourth = life.close("e4")
+    assert life.decide(windows[0], "discard") == ("done", "discarded")
+    life.check()
+    assert life.states() == ["discarded"] * 3 + ["closed"]
+    assert life.taken() == [fourth]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("opens", [True, False])
+def test_those_that_gave_way_to_what_is_given_up_are_handed_over(life: Life, ordered: bool, opens: bool) -> None:
+    life.policy(ordered=ordered)
+    first = life.close("e1")
+    life.begun(first)
+    second = life.close("e2")
+    assert life.settle(first, "superseded") == "done"
+    if opens:
+        life.push("e3")
+    assert life.decide(second, "discard") == ("done", "discarded")
+    life.check()
+    if opens:
+        assert life.taken() == []
+        third = life.close()
+        manifest = life.begun(third, OTHER)
+        assert manifest.joined == (first,)
+    else:
+        manifest = life.begun(first, OTHER)
+        assert manifest.joined == ()
+    life.check()
+    assert life.settle(manifest.window_id, "confirmed", token=OTHER) == "done"
+    assert life.states()[:2] == ["superseded" if opens else "confirmed", "discarded"]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_what_gave_way_is_given_up(life: Life, ordered: bool) -> None:
+    life.policy(ordered=ordered)
+    windows = []
+    for n in range(3):
+        windows.append(life.close("e0") if n == 0 else life.close())
+        life.begun(windows[-1])
+        life.push(f"e{n + 1}")
+        assert life.settle(windows[-1], "superseded") == "done"
+    assert life.decide(windows[1], "discard") == ("done", "discarded")
+    life.check()
+    last = life.close()
+    manifest = life.begun(last)
+    assert manifest.joined == (windows[0], windows[2])
+    assert life.settle(last, "superseded") == "no_newer_window"
+    assert life.settle(last, "confirmed") == "done"
+    assert life.states() == ["superseded", "discarded", "superseded", "confirmed"]
+    # The only one that gave way, whose turn it is after all: nothing is left of it.
+    life.close("x1", key="t:f:2")
+    [lonely] = life.taken()
+    life.begin(lonely)
+    life.push("x2", "t:f:2")
+    life.settle(lonely, "superseded")
+    life.acc.retract("t:f:2", "x2")
+    life.close(key="t:f:2")
+    assert life.ready() == {lonely: 1}
+    assert life.decide(lonely, "discard") == ("done", "discarded")
+    life.check()
+    assert life.taken() == []
+
+
+def test_all_that_match_are_given_up(life: Life) -> None:
+    life.policy("gone")
+    life.policy("f")
+    life.policy("pair", handover="together")
+    gone = [life.close("e", key=f"{tenant}:gone:{n}") for tenant in "ab" for n in range(40)]
+    life.tick(3_600_000)
+    young = life.close("e", key="a:gone:young")
+    kept = life.close("e", key="a:f:1")
+    pair = [life.close(f"e{n}", key="a:pair:1") for n in range(2)]
+    [busy, lost, *_] = life.taken(5)
+    life.begin(busy)
+    decide = life.ops.decide_where
+    with pytest.raises(InvalidInput, match="filter: is missing"):
+        life.do(decide("discard", "ana", "seen"))
+    with pytest.raises(InvalidInput, match="state: must be one of closed, dispatched"):
+        life.do(decide("discard", "ana", "seen", "confirmed"))
+    with pytest.raises(InvalidInput, match="decision: must be one of discard, replay"):
+        life.do(decide("approve", "ana", "seen", flow="gone"))
+    assert life.do(decide("discard", "ana", "seen", flow="gone", tenant="c")) == {"done": 0, "wrong_state": 0}
+    assert life.do(decide("replay", "ana", "seen", flow="gone")) == {"done": 0, "wrong_state": 0}
+    told = life.do(decide("discard", "ana", "seen", state="dispatched", flow="gone"))
+    assert told == {"done": 4, "wrong_state": 0}
+    assert life.state(lost) == "discarded"
+    told = life.do(decide("discard", "ana", "seen", flow="gone", tenant="a", older_than=3_600_000))
+    assert life.state(young) == "closed"
+    rest = life.do(decide("discard", "ana", "seen", flow="gone"))
+    assert (told["done"] + rest["done"], told["wrong_state"], rest["wrong_state"]) == (81 - 4 - 1, 1, 1)
+    life.check()
+    assert [w for w in [*gone, young] if life.state(w) != "discarded"] == [busy]
+    assert life.story(young)[-1][1:] == ("discarded", 0, "discard by ana: seen")
+    # What is handed over together is decided together, and counted one by one.
+    assert sorted(life.taken()) == sorted([kept, pair[1]])
+    assert life.do(decide("discard", "ana", "seen", flow="pair", older_than=0)) == {"done": 2, "wrong_state": 0}
+    life.begin(kept)
+    life.effect(kept, "pay", "begin")
+    life.settle(kept, "dead")
+    assert life.do(decide("replay", "ana", "seen", state="dead", effects="done")) == {"done": 1, "wrong_state": 0}
+    assert [e.state for e in life.do(life.ops.effects(kept))] == ["confirmed"]
+    life.check()
 
 
 def test_a_decision_sent_twice_is_made_once(life: Life) -> None:
@@ -275,6 +451,56 @@ def test_a_killed_attempt_is_recorded_as_a_failure(life: Life) -> None:
     assert life.taken() == []
 
 
+def test_a_killed_attempt_waits_as_one_that_failed(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed(BaseException):
+        """The process is gone."""
+
+    @handler("f", max_attempts=6, timeout="20s", backoff="2s", max_backoff="9s")
+    def poisonous(_: Context) -> None:
+        raise Killed
+
+    monkeypatch.setattr(random, "random", lambda: 1.0)
+    life.policy()
+    window_id = life.close("e1")
+    monkeypatch.setattr(runner, "settle", lambda _: {})
+    waited = []
+    while life.state(window_id) != "dead":
+        [taken] = life.take()
+        assert Attempt(life.acc, *taken[:2]).run() is None
+        life.tick(30_000)  # its timeout, and what a lease outlasts it
+        life.check()
+        if life.state(window_id) == "retrying":
+            timer = life.client.zscore(f"{life.ops.prefixes[0]}timers", f"m:{window_id}")
+            waited.append(int(timer) - life.clock.now)
+            life.tick(waited[-1] - 1)
+            assert life.taken() == []
+            life.tick(1)
+    assert waited == [2_001, 4_002, 8_004, 9_001, 9_001]
+    assert life.manifest(window_id).failures == 6
+
+
+def test_the_pauses_of_killed_attempts_are_spread() -> None:
+    handler("f", backoff="100ms", max_backoff="1s")(print)
+    spread = [find_handler("f").spread() for _ in range(300)]
+    assert min(spread) >= (1, 1)
+    assert max(spread) <= (100, 1_000)
+    assert len(set(spread)) > 30
+    assert {round(most / first) for first, most in spread if first > 50} == {10}
+
+
+def test_a_lease_that_was_given_without_a_pause_has_one_all_the_same(life: Life) -> None:
+    """An earlier release, which runs beside this one, gives none."""
+    life.policy()
+    window_id = life.close("e1")
+    life.begun(window_id)
+    life.client.hdel(f"{life.ops.prefixes[0]}manifest:{window_id}", "pause")
+    life.tick(LEASE)
+    life.tick(999)
+    assert life.taken() == []
+    life.tick(1)
+    assert life.taken() == [window_id]
+
+
 def test_a_timeline(life: Life) -> None:
     life.policy()
     window_id = life.close("e1")
@@ -315,6 +541,50 @@ def test_a_timeline(life: Life) -> None:
         (6_080, "uncertain", 4, "effect"),
         (6_087, "confirmed", 4, "confirm by ana: seen"),
     ]
+
+
+def test_a_timeline_of_years_stays_short(life: Life) -> None:
+    life.policy(handover="together")
+    joined, window_id = life.close("e0"), life.close("e1")
+    decided = []
+    for n in range(1, 401):
+        [taken] = life.take()
+        assert life.begin(window_id, taken.attempt, most=1_000).manifest is not None
+        if n in (50, 51, 150):
+            life.settle(window_id, "dead", "ValueError")
+            life.decide(window_id, "replay")
+            decided.append(life.now)
+        else:
+            life.settle(window_id, "returned", "HandlerMissing", delay=600_000)
+            life.tick(600_000)
+    for each, spared in (
+        (joined, []),
+        (window_id, decided),
+    ):  # the first 20, the last 100, and what was decided between
+        manifest = life.manifest(each)
+        assert len(manifest.timeline) + manifest.left_out == 3 * 400 + 3
+        assert len(manifest.timeline) == 20 + len(spared) + 100
+        story = life.story(each)
+        assert [step[2] for step in story[:20]] == [1 + n // 3 for n in range(20)]
+        assert [step[0] for step in story[20 : 20 + len(spared)]] == spared
+        assert [step[2] for step in story[-6:]] == [399] * 3 + [400] * 3
+    assert [cause for *_, cause in life.story(window_id)[20:23]] == ["replay by ana: seen"] * 3
+    assert life.client.hlen(f"{life.ops.prefixes[0]}manifest:{window_id}") < 170
+
+
+def test_a_timeline_is_bounded_also_where_a_program_decides_without_end(life: Life) -> None:
+    life.policy()
+    window_id = life.close("e1")
+    for _ in range(120):
+        life.begun(window_id)
+        life.settle(window_id, "dead", "ValueError")
+        life.decide(window_id, "replay")
+    manifest = life.manifest(window_id)
+    assert (len(manifest.timeline), manifest.left_out) == (20 + 50 + 100, 120 * 4 - 170)
+    assert life.do(life.ops.waiting_for_people()) == []
+    life.begun(window_id)
+    life.settle(window_id, "dead", "KeyError")
+    assert [each.cause for each in life.do(life.ops.waiting_for_people())] == ["KeyError"]
 
 
 # --- failing ----------------------------------------------------------------------------------------------------------
@@ -1057,8 +1327,8 @@ def test_many_begin_and_settle_in_one_call_each_for_itself(make_client: MakeClie
     windows = [life.close("e1", key=f"t:f:{n}") for n in range(8)]
     life.close("e2", key="t:f:0")  # its bucket's next one
     assert len(life.take(100)) == 9
-    asks = [Ask(window_id, 2 if n == 3 else 1, LEASE, 2) for n, window_id in enumerate(windows)]
-    asks.insert(0, Ask("0" * 11 + "000" + "0" * 12, 1, LEASE, 2))
+    asks = [Ask(window_id, 2 if n == 3 else 1, LEASE, 2, (1, 1)) for n, window_id in enumerate(windows)]
+    asks.insert(0, Ask("0" * 11 + "000" + "0" * 12, 1, LEASE, 2, (1, 1)))
     missing, *found = life.do(life.ops.begin_all(TOKEN, asks))
     assert missing == Grant("", None)
     assert found[3] == Grant("dispatched", None)
@@ -1096,7 +1366,7 @@ def test_what_would_make_a_reply_too_long_begins_later(life: Life, payload: obje
     windows = [life.close(*(f"e{n}" for n in range(1_000)), key=f"t:f:{key}", payload=payload) for key in range(2)]
     windows.append(life.close("e1", key="t:f:2"))
     life.take(3)
-    asks = [Ask(window_id, 1, LEASE, 1) for window_id in windows]
+    asks = [Ask(window_id, 1, LEASE, 1, (1, 1)) for window_id in windows]
     [first, second, third] = life.do(life.ops.begin_all(TOKEN, asks))
     assert isinstance(first, Grant)
     assert first.manifest is not None

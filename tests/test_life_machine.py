@@ -122,8 +122,8 @@ class Machine:
     def step(self) -> None:
         what: Callable[[], None] = self.random.choices(
             [self.push, self.flush, self.empty, self.wait, self.take, self.start, self.go, self.die, self.lose,
-             self.decide, self.life.record],
-            [22, 6, 3, 12, 14, 14, 40, 3, 2, 5, 1],
+             self.decide, self.give_up, self.life.record],
+            [22, 6, 3, 12, 14, 14, 40, 3, 2, 5, 3, 1],
         )[0]  # fmt: skip
         self.said.append(f"{self.life.now} {what.__name__}")
         what()
@@ -173,6 +173,14 @@ class Machine:
 
     def decide(self) -> None:
         self.answer("approve", "refuse", "replay", "replay", "discard", "confirm")
+
+    def give_up(self) -> None:
+        """A person discards whatever it is."""
+        unsettled = {w: f["state"] for w, f in self.life.all_manifests().items() if f["state"] not in SETTLED}
+        if unsettled:
+            window_id = self.random.choice(sorted(unsettled))
+            told = self.life.decide(window_id, "discard")
+            assert told.outcome == ("wrong_state" if unsettled[window_id] == "processing" else "done")
 
     def answer(self, *decisions: str) -> None:
         """A person decides on one of the manifests that wait for one; what they say of effects in doubt is true."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -192,6 +192,25 @@ def test_timeline_shows_the_whole_life(program: Program, client: Accumulator) ->
     assert client.effects(manifest.window_id)[0].result == json.dumps({"receipt": SECRET}, separators=(",", ":"))
 
 
+def test_a_timeline_of_very_many_transitions_says_how_many_it_leaves_out(program: Program, client: Accumulator) -> None:
+    manifest = handled(client, "dead")
+    for _ in range(60):
+        client.replay(manifest.window_id, by="ana", reason="again")
+        manifest = until(client, manifest.bucket_key, "dead")
+    assert (len(manifest.timeline), manifest.left_out) == (20 + 30 + 100, 243 - 150)
+    shown = program("timeline", manifest.window_id)
+    rows = shown.out.splitlines()
+    (at,) = [n for n, row in enumerate(rows) if row.endswith("93 more transitions, not kept")]
+    head = next(n for n, row in enumerate(rows) if row.startswith("at "))
+    assert at - head - 1 == 2 + 20
+    assert len(rows) - at - 1 == 30 + 100
+    (told,) = program("timeline", manifest.window_id, "--json").json
+    assert (told["left_out"], len(told["timeline"])) == (93, 150)
+    client.discard(manifest.window_id, by="ana", reason="enough")
+    (line,) = program("export", "-").json
+    assert (line["left_out"], len(line["timeline"])) == (93, 151)  # it makes room for a decision
+
+
 def test_timeline_names_stages_without_what_they_made(program: Program, client: Accumulator) -> None:
     manifest = handled(client, "approval")
     for more in ((), ("--payload",)):
@@ -296,6 +315,69 @@ def test_what_waits_may_be_discarded(program: Program, client: Accumulator, flow
     assert settled is not None
     assert settled.state == "discarded"
     assert client.attention() == []
+
+
+def test_a_backlog_that_nobody_will_handle_is_given_up(program: Program, client: Accumulator) -> None:
+    client.load_policy("lost", {"inactivity": "1h", "terminal_kinds": ["end"], "sink": "direct"})
+    client.push_many([event(n, f"shop:lost:{n % 7}") for n in range(20)])
+    first = client.manifests("shop:lost:0")[0]
+    waiting = handled(client, "dead")
+    assert client.manifests("shop:lost:0")[0].state == "retrying"  # HandlerMissing
+    shown = program("discard", first.window_id, *BY)
+    assert shown == (0, f"{first.window_id}: discarded\n", "")
+    assert program("discard", "--flow", "lost", "--older-than", "1h", *BY).out == "0 manifests discarded\n"
+    (told,) = program("discard", "--flow", "lost", "--state", "closed", "--json", *BY).json
+    assert told == {"done": 13, "wrong_state": 0}
+    assert program("discard", "--flow", "lost", *BY).out == "6 manifests discarded\n"
+    assert {m.state for n in range(7) for m in client.manifests(f"shop:lost:{n}")} == {"discarded"}
+    assert causes(client, client.manifests("shop:lost:6")[1].window_id) == ["discard by ana: I asked the bank"]
+    assert client.discard(first.window_id, by="ana", reason="why") == Decided("wrong_state", "discarded")
+    # One that an attempt is at work on is left.
+    client.push(event(1, "shop:good:9"))
+    [taken] = [one for p in range(4) for one in client.store.perform(client.operations.take(p, "direct", 9, 30_000))]
+    grant = client.store.perform(client.operations.begin(taken.window_id, 1, "t" * 16, 60_000, 3))
+    assert grant.manifest is not None
+    shown = program("discard", taken.window_id, *BY)
+    assert (shown.code, shown.out) == (1, f"{taken.window_id}: not discarded: it is processing\n")
+    shown = program("discard", "--tenant", "shop", *BY)
+    assert shown.out.splitlines() == [
+        "1 manifest discarded", "1 manifest left: an attempt is at work, or it was settled meanwhile",
+    ]  # fmt: skip
+    assert client.manifest(waiting.window_id).state == "discarded"  # type: ignore[union-attr]
+    for wrong in ([], [taken.window_id, "--flow", "good"], ["--state", "gone"], ["--older-than", "soon"]):
+        assert program("discard", *wrong, *BY).code == 2, wrong
+        assert program("replay", *wrong, *BY).code == 2, wrong
+
+
+def test_all_that_are_dead_are_replayed(program: Program, client: Accumulator, calls: list[str]) -> None:
+    for n in range(3):
+        handled(client, "dead", n)
+    assert program("replay", "--flow", "good", *BY).out == "0 manifests handed out again\n"
+    assert program("replay", "--flow", "dead", "--effects", "not-done", *BY).out == "3 manifests handed out again\n"
+    for n in range(3):
+        until(client, f"shop:dead:{n}", "dead")
+    assert calls == ["dead"] * 6
+
+
+def test_reminders_that_wait_are_given_up(client: Accumulator) -> None:
+    client.load_policy("bill", {"inactivity": "1h", "sink": "direct"})
+    client.load_ladder("dun", {"steps": [{"name": f"s{n}", "offset": f"{n}s"} for n in range(4)], "final_wait": "9h"})
+    started = client.start_ladder("dun", "shop:bill:1", datetime.now(UTC) - timedelta(hours=1))
+    emitted = [f"{started.ladder_id}s{n}" for n in range(1, 5)]
+
+    def states() -> list[str]:
+        return [found.state for one in emitted if (found := client.emission(one))]
+
+    assert states() == ["closed"] * 4
+    work(client)
+    assert states() == ["retrying", "closed", "closed", "closed"]  # nothing runs its steps
+    assert client.discard(emitted[0], by="ana", reason="why").outcome == "done"
+    assert client.discard(emitted[2], by="ana", reason="why").outcome == "done"
+    [taken] = [one for p in range(4) for one in client.store.perform(client.operations.take(p, "direct", 9, 30_000))]
+    assert taken.window_id == emitted[1]
+    assert client.discard(emitted[1], by="ana", reason="why").outcome == "done"
+    assert states() == ["discarded"] * 3 + ["closed"]
+    assert client.decide_where("discard", by="ana", reason="why", flow="bill") == {"done": 1, "wrong_state": 0}
 
 
 def test_of_several_each_is_decided(program: Program, client: Accumulator) -> None:
@@ -485,7 +567,11 @@ def test_the_same_for_asyncio(client: Accumulator, server: EmbeddedServer, names
             assert await mine.refuse(second.window_id, **why) == Decided("done", "refused")
             assert await mine.replay(dead.window_id, **why) == Decided("done", "retrying")
             assert await mine.confirm(other.window_id, **why) == Decided("done", "confirmed")
-            assert await mine.discard(third.window_id, **why) == Decided("done", "discarded")
+            assert await mine.decide_where("discard", state="dead", **why) == {
+                "done": 1,
+                "wrong_state": 0,
+            }
+            assert await mine.discard(third.window_id, **why) == Decided("wrong_state", "discarded")
             accepted = await mine.resolve(one, "accept", **why)
             assert accepted.receipt is not None
             assert (accepted.outcome, accepted.receipt.window_version) == ("accepted", 1)

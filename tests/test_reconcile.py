@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
+import accumulator.handlers
+from accumulator.context import Context
 from accumulator.errors import InvalidInput
+from accumulator.handlers import QueueFull, RetryLater, handler
 from accumulator.manifest import pairs_digest
 from accumulator.operations import Outcome, Receipt, ReconcileItem, Resolved
+from accumulator.runner import run_attempt
 from tests.conftest import MakeClient, event
 from tests.life import KEY, LEASE, OTHER, TOKEN, Life
 
@@ -303,8 +307,8 @@ def test_an_event_of_any_manifest_that_was_handed_over(life: Life) -> None:
     leader = life.begin(windows[2]).manifest
     assert leader is not None
     first = life.manifest(windows[0])
-    assert life.do(life.ops.set_aside(windows[2], TOKEN, first.events[0].event, "odd"))
-    assert not life.do(life.ops.set_aside(windows[0], TOKEN, first.events[0].event, "odd"))
+    assert life.do(life.ops.set_aside(windows[2], TOKEN, first.events[0].event, "odd")) == "done"
+    assert life.do(life.ops.set_aside(windows[0], TOKEN, first.events[0].event, "odd")) == "refused"
     [item] = life.acc.reconciliation()
     assert item.event.event_id == "e0"
 
@@ -456,6 +460,61 @@ def test_the_ceiling_of_the_reconciliation_queue_is_exact(wide: Life) -> None:
     wide.resolve(second, "accept")
     receipts = wide.acc.push_many(event(f"f{n}", f"t:f:{n}", wide.clock, kind="odd") for n in range(20))
     assert outcomes(receipts) == {("reconciled", "unknown_kind"): 2, ("rejected", "overloaded"): 18}
+
+
+@pytest.mark.parametrize("caught", [False, True])
+def test_at_its_ceiling_the_queue_takes_nothing_that_is_set_aside(
+    wide: Life, monkeypatch: pytest.MonkeyPatch, caught: bool
+) -> None:
+    monkeypatch.setattr(accumulator.handlers, "_registry", {})
+    monkeypatch.setattr(accumulator.handlers, "_names", {})
+    done: list[str] = []
+
+    @handler("f", max_attempts=2, backoff="1ms", max_backoff="1ms")
+    def handle(ctx: Context) -> None:
+        for entry in ctx.events:
+            if entry.event.event_id != "odd":
+                ctx.once("post", done.append, event_id=entry.event.event_id)
+                continue
+            try:
+                ctx.set_aside("odd", "can't be read")
+            except QueueFull:
+                if not caught:
+                    raise
+                raise RetryLater("1h") from None
+
+    wide.policy(kinds=["k"])
+    for n in range(3):
+        assert wide.push("e", f"t:f:{n}", kind="unlisted").outcome is Outcome.RECONCILED
+    window_id = wide.close("fine", "odd", key="t:f:8")
+    [taken] = wide.take()
+    assert run_attempt(wide.acc, *taken[:2]) == "failed"
+    manifest = wide.manifest(window_id)
+    assert manifest.timeline[-1][1:] == ("retrying", 1, "RetryLater" if caught else "QueueFull")
+    if not caught:
+        assert manifest.error == "QueueFull: the reconciliation queue holds all that it may (max_reconcile)"
+        wide.tick(1)
+        [taken] = wide.take()
+        assert run_attempt(wide.acc, *taken[:2]) == "failed"
+        assert wide.state(window_id) == "dead"
+    assert len(wide.acc.reconciliation()) == 3
+    # Once there is room, it is set aside; what was done is not done again.
+    wide.resolve(wide.acc.reconciliation()[0], "discard")
+    wide.tick(3_600_000)
+    if not caught:
+        assert wide.decide(window_id, "replay") == ("done", "retrying")
+    [taken] = wide.take()
+    assert run_attempt(wide.acc, *taken[:2]) == "confirmed"
+    assert done == [f"{window_id}:post:fine"]
+    assert [item.code for item in wide.acc.reconciliation()] == ["unknown_kind"] * 2 + ["set_aside"]
+    # Asked again by an attempt that did not hear the answer, it is there already, at the ceiling too.
+    other = wide.close("e1", key="t:f:9")
+    wide.begun(other, OTHER)
+    wide.resolve(wide.acc.reconciliation()[0], "discard")
+    event_ = wide.manifest(other).events[0].event
+    assert [wide.do(wide.ops.set_aside(other, OTHER, event_, "odd")) for _ in range(2)] == ["done"] * 2
+    assert len(wide.acc.reconciliation()) == 3
+    wide.check()
 
 
 def test_ceilings_are_those_of_the_namespace(wide: Life, make_client: MakeClient, namespace: str) -> None:

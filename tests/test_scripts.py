@@ -129,8 +129,8 @@ def test_header_and_body_agree(name: str) -> None:
 
 def test_only_what_drains_may_write_over_maxmemory() -> None:
     eager = {name for name in scripts.NAMES if "allow-oom" in scripts.read(name).split("\n")[0]}
-    assert {"tick", "take", "begin", "settle", "flush"} <= eager
-    assert not eager & {"accept", "hold", "retract"}
+    assert {"tick", "take", "begin", "settle", "flush", "decide", "resolve"} <= eager
+    assert not eager & {"accept", "aside", "hold", "retract"}
 
 
 def test_every_derived_key_is_named_in_a_header_and_in_keys_py() -> None:
@@ -304,7 +304,7 @@ PROCESSING: Held = DISPATCHED | {
     f"manifest:{W1}": DISPATCHED[f"manifest:{W1}"]
     | {
         "state": "processing", "since": f"{T0 + 12_000}", "token": TOKEN, "lease": f"{T0 + 312_000}", "most": "3",
-        "steps": "2", "step2": f"{T0 + 12_000} processing 1 begun",
+        "pause": "1 9", "steps": "2", "step2": f"{T0 + 12_000} processing 1 begun",
     },
     "stats": DISPATCHED["stats"] | {"manifest:processing": "1"},
     "timers": {f"m:{W1}": T0 + 312_000},
@@ -558,18 +558,18 @@ ROWS = {
     "take, a tenant at its limit": Row(CLOSED, ("take", T0 + 11_000, "rq", 5, 60_000, "", "t", 0), [], {}),
     "begin": Row(
         DISPATCHED,
-        ("begin", T0 + 12_000, TOKEN, W1, 1, 300_000, 3),
+        ("begin", T0 + 12_000, TOKEN, W1, 1, 300_000, 3, "1 9"),
         [["granted", "processing"]],
         {name: value for name, value in PROCESSING.items() if value != DISPATCHED.get(name)},
     ),
     "begin, sent again": Row(
-        PROCESSING, ("begin", T0 + 12_001, TOKEN, W1, 1, 300_000, 3), [["granted", "processing"]], {}
+        PROCESSING, ("begin", T0 + 12_001, TOKEN, W1, 1, 300_000, 3, "1 9"), [["granted", "processing"]], {}
     ),
     "begin, somebody else": Row(
-        PROCESSING, ("begin", T0 + 12_001, "other", W1, 1, 300_000, 3), [["refused", "processing"]], {}
+        PROCESSING, ("begin", T0 + 12_001, "other", W1, 1, 300_000, 3, "1 9"), [["refused", "processing"]], {}
     ),
     "begin, another attempt": Row(
-        DISPATCHED, ("begin", T0 + 12_000, TOKEN, W1, 2, 300_000, 3), [["refused", "dispatched"]], {}
+        DISPATCHED, ("begin", T0 + 12_000, TOKEN, W1, 2, 300_000, 3, "1 9"), [["refused", "dispatched"]], {}
     ),
     "settle": Row(
         PROCESSING,

@@ -563,6 +563,44 @@ def test_handed_over_together(live: Accumulator, server: EmbeddedServer, namespa
     assert [one["window_id"] for one in json.loads(body)["manifests"]] == [m.window_id for m in manifests]
 
 
+def test_the_body_holds_what_a_handler_would_get(
+    live: Accumulator, server: EmbeddedServer, namespace: str, receiver: Receiver
+) -> None:
+    receiver.answers = [410, 200]
+    rules = {"kinds": ["k", "end"], "order_by": "source_version", "on_conflict": "accept_newer"}
+    live.load_policy("f", {"inactivity": "1h", "terminal_kinds": ["end"], "sink": "webhook"} | rules)
+    live.push(event("first", "t:f:0", kind="end", source_version=3))
+    with own(server.url, namespace) as one, running(WebhookRunner(one, {"f": receiver.endpoint()})):
+        wait_until(lambda: only(live).state == "dead")
+        live.push(event("a5", "t:f:0", source_version=5))
+        live.push(event("late", "t:f:0", source_version=2))
+        live.push(event("odd", "t:f:0", kind="odd", source_version=8))
+        [item] = live.reconciliation()
+        live.resolve(item, "accept", by="ana", reason="meant so")
+        live.push(event("a5", "t:f:0", source_version=9))
+        live.push(event("a5", "t:f:0", source_version=9, kind="end", source="other"))
+        live.push(event("end", "t:f:0", kind="end"))
+        wait_until(lambda: [m.state for m in live.manifests("t:f:0")] == ["dead", "confirmed"])
+    (_, before), (headers, body) = receiver.requests
+    assert json.loads(before)["previous_state"] is None
+    told = json.loads(body)
+    last = live.manifests("t:f:0")[-1]
+    assert (told["previous_state"], headers["Idempotency-Key"]) == ("dead", told["window_id"])
+    [shown] = told["manifests"]
+    for name in set(shown) - {"events", "policy_versions"}:
+        value = getattr(last, name)
+        assert shown[name] == (list(value) if isinstance(value, tuple) else value), name
+    flags = ("event_id", "position", "late", "revised", "reconciled", "order", "gap")
+    assert [tuple(each[name] for name in flags) for each in shown["events"]] == [
+        ("a5", 1, False, False, False, 2, True),
+        ("late", 2, True, False, False, 1, False),
+        ("odd", 3, False, False, True, 3, True),
+        ("a5", 4, False, True, False, 4, False),
+        ("end", 5, False, False, False, 5, False),
+    ]
+    assert [each["received_at"] for each in shown["events"]] == [e.received_at for e in last.events]
+
+
 def test_no_endpoint(live: Accumulator, server: EmbeddedServer, namespace: str, receiver: Receiver) -> None:
     """It is given back, and waits for one."""
     closed(live)

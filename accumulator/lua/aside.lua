@@ -11,7 +11,8 @@
 -- ARGV[5] -> digest of the event
 -- ARGV[6] -> its envelope
 -- ARGV[7] -> why
--- reply   -> 'done' | 'refused'; the same event again is done again
+-- ARGV[8] -> how many items the partition's queue may hold; '' for no limit
+-- reply   -> 'done' | 'refused' | 'full'; the same event again is done again
 -- cost    -> O(1)
 
 local m = load_manifest(ARGV[2])
@@ -20,6 +21,9 @@ if not holds(m, ARGV[3]) then
 end
 local ledger, name = prefix .. 'effects:' .. m.id, 'aside:' .. ARGV[4]
 if not call('HGET', ledger, name) then
+  if ARGV[8] ~= '' and call('XLEN', prefix .. 'reconcile') >= tonumber(ARGV[8]) then
+    return 'full'
+  end
   local bucket = prefix .. 'bucket:' .. m.bucket
   local queued = tonumber(call('HGET', bucket, 'queued') or 0)
   put('XADD', prefix .. 'reconcile', shared_id(), 'at', now, 'code', 'set_aside', 'bucket_key', m.bucket, 'event_id',

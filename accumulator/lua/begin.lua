@@ -7,7 +7,8 @@
 --            inflight outbox attention ladder:<l> stats
 -- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere
 -- ARGV[2] -> token that will fence these attempts, 16 characters [0-9a-z]
--- ARGV[3...] -> window_id, attempt, lease in ms and how many failures the handler allows, of each
+-- ARGV[3...] -> of each five of them: window_id, attempt, lease in ms, how many failures the handler allows, and
+--            '<ms> <ms>': what it waits for where its lease ends, doubled with each failure, and at the most
 -- reply   -> for each {'granted', state, fields of the manifest, the payload it keeps or '', the first 1000 entries of its
 --            events}; {'refused', state or ''}; {'later'}: nothing was done, since the reply is long enough with those
 --            before. The same token asking again is granted again
@@ -16,7 +17,7 @@
 local LONG, HEAVY = 1000, 1048576 -- entries and bytes of payloads after which no further one is granted
 
 local token, entries, bytes, replies = ARGV[2], 0, 0, {}
-for at = 3, #ARGV, 4 do
+for at = 3, #ARGV, 5 do
   local reply = { 'later' }
   if entries < LONG and bytes < HEAVY then
     local m = load_manifest(ARGV[at])
@@ -30,7 +31,8 @@ for at = 3, #ARGV, 4 do
       if m.back then
         unready(m)
       end
-      move(m, 'processing', 'begun', 'token', token, 'lease', now + ARGV[at + 2], 'most', m.most)
+      move(m, 'processing', 'begun', 'token', token, 'lease', now + ARGV[at + 2], 'most', m.most,
+        'pause', ARGV[at + 4])
       put('ZADD', KEYS[1], now + ARGV[at + 2], 'm:' .. m.id)
     elseif m.state == 'processing' and m.token == token then
       granted = true

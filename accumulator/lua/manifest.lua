@@ -5,7 +5,9 @@
 --   stands in the ready list again, and is not in flight), approved (by whom), joined (manifests handed over with this
 --   one), leader (the one it was handed over with), gave_way (to a newer window, once), settled_by (the token that ended an
 --   attempt last), decided (the nonce of the last decision), error;
---   steps and step1, step2 ...: the timeline, '<instant> <state> <attempt> <cause>';
+--   steps and step1, step2 ...: the timeline, '<instant> <state> <attempt> <cause>'; of many the first and the last, and
+--   between them what people decided (spared: how many of these);
+--   pause: '<back-off ms> <longest ms>' of the attempt, for one whose lease ends;
 --   digest, and e1, e2 ... and x1, x2 ...: its entries and retracted ids, once they were recorded (write_record)
 -- Beside it: effects:<window_id>, the ledger, and stages:<window_id>, what the stages of its handler made.
 local SETTLED = { confirmed = true, refused = true, discarded = true, superseded = true, empty = true }
@@ -43,6 +45,19 @@ local function in_flight(m)
   return IN_FLIGHT[m.state] and not m.back and not m.leader
 end
 
+-- A manifest may be tried for years: what lies between the first steps and the last goes. Not what a person decided,
+-- but for those programs that decide without end.
+local FIRST, LAST, SPARED = 20, 100, 50
+local function forget_step(m, number)
+  local spared = string.find(call('HGET', m.name, 'step' .. number) or '', ' by ', 1, true)
+    and tonumber(call('HGET', m.name, 'spared') or 0)
+  if spared and spared < SPARED then
+    put('HSET', m.name, 'spared', spared + 1)
+  else
+    put('HDEL', m.name, 'step' .. number)
+  end
+end
+
 local flights = {} -- tenant -> in flight, as this script leaves it
 local function tally(m, flew)
   local by = (in_flight(m) and 1 or 0) - (flew and 1 or 0)
@@ -66,6 +81,9 @@ local function move(m, state, cause, ...)
   tally(m, flew)
   put('HSET', m.name, 'state', state, 'since', now, 'attempt', m.attempt, 'failures', m.failures, 'steps', m.steps,
     'step' .. m.steps, format('%d', now) .. ' ' .. state .. ' ' .. m.attempt .. ' ' .. cause, ...)
+  if m.steps > FIRST + LAST then
+    forget_step(m, m.steps - LAST)
+  end
   if ATTENTION[state] and not ATTENTION[before] then
     put_first('ZADD', prefix .. 'attention', now, m.id)
   elseif ATTENTION[before] and not ATTENTION[state] then
@@ -288,7 +306,9 @@ local function manifest_timer(window_id)
     put('HSET', m.name, 'back', 1)
     make_ready(m.id, m.bucket, m.rules, true)
   elseif m.state == 'processing' then
-    fail(m, 'lease_ended', 0)
+    -- Its process was killed, perhaps by what it had at hand: it waits as one that failed.
+    local pause, longest = match(call('HGET', m.name, 'pause') or '1000 600000', '^(%d+) (%d+)$')
+    fail(m, 'lease_ended', math.min(tonumber(longest), pause * 2 ^ math.min(m.failures, 40)))
   elseif m.state == 'retrying' then
     make_ready(m.id, m.bucket, m.rules)
   elseif m.state == 'awaiting_approval' then

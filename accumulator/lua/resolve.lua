@@ -1,6 +1,6 @@
-#!lua
+#!lua flags=allow-oom
 -- resolve: an event that waits in the reconciliation queue joins its bucket's next window, or is discarded; who decided
--- and why is kept.
+-- and why is kept. Over maxmemory too: the event is one that was taken in already, and moves.
 --
 -- parts: clock, naming, window, manifest, ladder, judge
 -- KEYS[1] -> <ns>:{<p>}:timers
