@@ -34,9 +34,9 @@ def started(server: EmbeddedServer, namespace: str, tmp_path: Path) -> Callable[
     """Runs a worker of two processes."""
 
     @contextmanager
-    def start(*options: str) -> Iterator[Program]:
+    def start(*options: str, **environment: str) -> Iterator[Program]:
         arguments = ["-m", "accumulator", "worker", "--processes", "2", *options]
-        with program(arguments, server.url, namespace, tmp_path / "log") as worker:
+        with program(arguments, server.url, namespace, tmp_path / "log", environment) as worker:
             worker.until("started")
             yield worker
             if worker.process.poll() is None:
@@ -152,6 +152,26 @@ def test_sigterm_lets_handlers_finish(live: Accumulator, started: Callable[..., 
         assert worker.lines()[-1]["unfinished"] == ""
     assert only(live, "who").state == "confirmed"
     assert causes(live, "slow")[-1] == ("retrying", "Stopped")
+
+
+@one_server
+def test_another_tenant_begins_within_three_durations(
+    live: Accumulator, started: Callable[..., Any], out: Path, tmp_path: Path
+) -> None:
+    """Each process counts what is in flight for itself."""
+    config = tmp_path / "config.yaml"
+    config.write_text("handlers: [tests.sample_handlers]\nmax_in_flight: 4\n")
+    flush(live, "who", out, 300, seconds=0.05)
+    with started("--processes", "4", ACCUMULATOR_CONFIG=str(config)):
+        wait_until(lambda: len({*pids(out, "begun")}) == 4 and len(pids(out, "ended")) > 20)
+        before = len(pids(out, "begun"))
+        live.push(event("e1", "other:who:0", payload={"out": str(out), "seconds": 0.05}))
+        live.flush("other:who:0")
+        wait_until(lambda: any(line[1] == "other:who:0" for line in written(out)))
+        order = [line[1] for line in written(out) if line[0].startswith("begun")]
+        assert order.index("other:who:0") - before <= 3 * 4
+        assert len(pids(out, "ended")) < 200  # the others still wait
+        wait_until(lambda: len(pids(out, "ended")) == 301, timeout=60)
 
 
 @one_server
