@@ -99,7 +99,7 @@ class Retention:
 
     def settled(self) -> bool:
         store, operations = self.accumulator.store, self.accumulator.operations
-        return not store.perform(operations.health()).unsettled and not store.perform(operations.unrecorded(1))
+        return not store.perform(operations.unrecorded(1)) and not store.perform(operations.health()).unsettled
 
     def names(self) -> set[bytes]:
         return set(self.client.scan_iter(count=1000))
