@@ -675,10 +675,11 @@ def test_units_and_image_say_what_there_is(
         roles = made[0]["roles"]
         assert roles == (["rq"] if "--with-rq" in arguments else list(ROLES))
         assert made[0]["rq_workers"] == (4 if "--with-rq" in arguments else 0)
+        assert made[0]["processes"] == (4 if "--processes" in arguments else 0)
     else:
         assert arguments == ["health"]
         assert "no worker is alive" in result.output
 
 
 def test_every_command_is_found() -> None:
-    assert len(commands()) == 6
+    assert len(commands()) == 7

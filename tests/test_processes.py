@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -142,12 +143,15 @@ def test_a_handler_that_blocks_every_thread(live: Accumulator, started: Callable
 
 
 @one_server
-def test_sigterm_lets_handlers_finish(live: Accumulator, started: Callable[..., Any], out: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_handlers_finish(
+    live: Accumulator, started: Callable[..., Any], out: Path, how: signal.Signals
+) -> None:
     with started() as worker:
         flush(live, "who", out, seconds=1)
         flush(live, "slow", out, seconds=60)
         wait_until(lambda: len(written(out)) == 2)
-        worker.process.terminate()
+        worker.process.send_signal(how)
         assert worker.process.wait(5) == 0
         assert worker.lines()[-1]["unfinished"] == ""
     assert only(live, "who").state == "confirmed"
