@@ -9,9 +9,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import monotonic
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from accumulator import logs
 from accumulator.client import Accumulator
@@ -60,7 +60,7 @@ class Processes(Role):
     def step(self) -> None:
         for process in [process for process in self._running if process.poll() is not None]:
             self._running.remove(process)
-            _shut(process.stdin)
+            _sweep(process)
             if process.returncode != OVERDUE:  # which says nothing against starting the next one
                 problem = InternalError(f"a process of the role {self.name} ended with code {process.returncode}")
                 self.stopping.wait(self.trouble.met(problem))
@@ -75,7 +75,7 @@ class Processes(Role):
         for how, seconds in self._ending:
             self._end(how, seconds)
         for process in self._running:
-            _shut(process.stdin)
+            _sweep(process)
         self._running.clear()
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -105,12 +105,13 @@ class Processes(Role):
                 continue
 
 
-def _shut(pipe: IO[bytes] | None) -> None:
-    if pipe is not None:
-        try:
-            pipe.close()
-        except OSError:
-            return
+def _sweep(process: subprocess.Popen[bytes]) -> None:
+    """Ends what a process that has ended left behind: programs that a handler had started and waited for."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    if process.stdin is not None:
+        with suppress(OSError):
+            process.stdin.close()
 
 
 def main() -> None:

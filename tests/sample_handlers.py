@@ -7,6 +7,7 @@ import ctypes
 import json
 import os
 import signal
+import subprocess
 import threading
 from typing import Any
 
@@ -89,3 +90,9 @@ def segmentation_fault(ctx: Context) -> None:
     _write(ctx, f"begun {os.getpid()}")
     if ctx.attempt == 1:
         ctypes.string_at(0)
+
+
+@handler("program", timeout="300ms", max_attempts=1)
+def wait_for_a_program(ctx: Context) -> None:
+    with subprocess.Popen(["sleep", "300"]) as child:
+        _write(ctx, f"begun {child.pid}")

@@ -128,6 +128,16 @@ def test_a_handler_that_does_not_end_is_killed(live: Accumulator, started: Calla
 
 
 @one_server
+def test_what_a_killed_handler_had_started_ends_with_it(
+    live: Accumulator, started: Callable[..., Any], out: Path
+) -> None:
+    with started():
+        flush(live, "program", out)
+        wait_until(lambda: only(live, "program").state == "dead")
+        wait_until(lambda: not process_lives(pids(out, "begun")[0]))
+
+
+@one_server
 def test_a_handler_that_blocks_every_thread(live: Accumulator, started: Callable[..., Any], out: Path) -> None:
     """Nothing of its process can settle it: the kernel ends it before its lease does."""
     with started():
