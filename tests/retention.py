@@ -22,6 +22,7 @@ from typing import Any, Final
 import redis
 from pydantic import SecretStr
 
+from accumulator import keys
 from accumulator.client import Accumulator
 from accumulator.embedded import EmbeddedServer
 from accumulator.handlers import handler
@@ -98,8 +99,11 @@ class Retention:
         return self.accumulator.store.perform(self.accumulator.operations.next_due())
 
     def settled(self) -> bool:
-        store, operations = self.accumulator.store, self.accumulator.operations
-        return not store.perform(operations.unrecorded(1)) and not store.perform(operations.health()).unsettled
+        """Whether no manifest is unsettled, or without its record."""
+        with self.client.pipeline(transaction=False) as pipe:
+            for prefix in self.accumulator.operations.prefixes:
+                pipe.exists(keys.outbox(prefix), keys.unrecorded(prefix))
+            return not any(pipe.execute())
 
     def names(self) -> set[bytes]:
         return set(self.client.scan_iter(count=1000))
@@ -152,10 +156,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         retention.live(4 * BATCH, 2 * BATCH, lambda *_: None)
         base, memory = retention.names(), retention.memory()
         print(f"{server.binary}\nbase: {len(base):,} keys, {memory / 1e6:.1f} MB", flush=True)
-        keys, most = retention.live(
+        full, most = retention.live(
             options.events, options.buckets, lambda what, seconds: print(f"  {seconds:7.1f} s  {what}", flush=True)
         )
-        print(f"full: {keys:,} keys, {most / 1e6:.1f} MB")
+        print(f"full: {full:,} keys, {most / 1e6:.1f} MB")
         left, over = retention.names(), retention.memory() - memory
         print(f"end:  {len(left):,} keys, {(memory + over) / 1e6:.1f} MB")
         kinds = Counter(name.split(b":")[2].decode() for name in left - base if name.count(b":") >= 2)
