@@ -5,6 +5,9 @@ SEEDS   ?= 1000
 # Kills of make chaos, and the seed that chooses them
 ROUNDS  ?= 100
 SEED    ?= 1
+# What make retention lets live and go
+EVENTS  ?= 1000000
+BUCKETS ?= 100000
 # Test processes side by side, and anything more for pytest: make test PYTEST="-k embedded"
 JOBS    ?= 2
 PYTEST  ?=
@@ -15,7 +18,7 @@ STAMP := $(VENV)/.stamp
 PIP   := -m pip --disable-pip-version-check -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help venv run demo test lint oldest histories chaos bench wheel lock clean
+.PHONY: help venv run demo test lint oldest histories chaos retention bench wheel lock clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -62,6 +65,9 @@ histories: $(STAMP) ## random histories against the model: make histories SEEDS=
 
 chaos: $(STAMP) ## workers and server killed over and over, each effect once: make chaos ROUNDS=1000
 	@$(BIN)/python -m tests.chaos --rounds $(ROUNDS) --seed $(SEED)
+
+retention: $(STAMP) ## a million events that live and go: nothing is left of them, and how long each phase takes
+	@$(BIN)/python -m tests.retention --events $(EVENTS) --buckets $(BUCKETS)
 
 bench: $(STAMP) ## the measurements, beside the same work without us
 	@$(BIN)/python -m tests.bench

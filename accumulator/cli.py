@@ -878,7 +878,19 @@ def worker(
         ),
     ] = None,
     with_rq: Annotated[int, typer.Option("--with-rq", min=0, max=100, help="Run so many RQ worker processes too.")] = 0,
-    threads: Annotated[int, typer.Option(min=1, max=1000, help="How many handlers the runner runs at a time.")] = 4,
+    processes: Annotated[
+        int, typer.Option(min=0, max=100, help="Run the runner's handlers in so many processes instead of here.")
+    ] = 0,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=1000,
+            help="How many handlers the runner runs at a time, and requests the webhook role makes: 4; "
+            "in each of --processes: 1.",
+            show_default=False,
+        ),
+    ] = None,
     config: ConfigOption = None,
 ) -> None:
     """Run a worker until SIGTERM or Ctrl-C: it closes what is due, and hands manifests over.
@@ -894,7 +906,8 @@ def worker(
     roles = [name.strip() for names in role or [",".join(ROLES)] for name in names.split(",")]
     found = find_config(settings, config)
     logs.configure(settings.log_level, settings.log_plain_keys)
-    raise typer.Exit(Worker(settings, found, roles=roles, threads=threads, rq_workers=with_rq).run())
+    made = Worker(settings, found, roles=roles, threads=threads, processes=processes, rq_workers=with_rq)
+    raise typer.Exit(made.run())
 
 
 @app.command()

@@ -4,10 +4,13 @@ payloads may go when their time comes. What goes when is the closer's: it is a t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
-from accumulator.errors import AccumulatorError, ServerError
+from accumulator.errors import ServerError
+from accumulator.manifest import Manifest
 from accumulator.role import Role
+from accumulator.store import together
 
 
 class Janitor(Role):
@@ -20,18 +23,20 @@ class Janitor(Role):
     """s between looks."""
     LOOK: Final = 100
     """Manifests of each partition looked at in one go."""
+    BATCH: Final = 20
+    """Manifests that are read at a time, with their payloads."""
     _told = 0
 
     def step(self) -> None:
         done, odd = 0, 0
         found = self.perform(self.operations.unrecorded(self.LOOK))
-        for window_id in found:
+        for i in range(0, len(found), self.BATCH):
             if self.stopping.is_set():
                 return
-            if self._record(window_id):
-                done += 1
-            else:
-                odd += 1
+            some = found[i : i + self.BATCH]
+            recorded = self._record(some)
+            done += recorded
+            odd += len(some) - recorded
         if odd > self._told:
             self.log.error("manifests_unreadable", manifests=odd)
         self._told = odd
@@ -39,17 +44,15 @@ class Janitor(Role):
         if not done:
             self.stopping.wait(self.PAUSE)
 
-    def _record(self, window_id: str) -> bool:
-        try:
-            manifest = self.perform(self.operations.manifest(window_id))
-            if manifest is None:
-                return False
-            self.perform(self.operations.record(manifest))
-        except ServerError:
-            raise
-        except AccumulatorError:
-            return False
-        return True
+    def _record(self, window_ids: Sequence[str]) -> int:
+        """How many of them could be read and written. Raises ServerError."""
+        read = self.perform(together(map(self.operations.manifest, window_ids)))
+        manifests = [manifest for manifest in read if isinstance(manifest, Manifest)]
+        written = self.perform(together(map(self.operations.record, manifests)))
+        away = next((problem for problem in (*read, *written) if isinstance(problem, ServerError)), None)
+        if away is not None:
+            raise away
+        return sum(problem is None for problem in written)
 
     def close(self) -> None:
         """It holds nothing."""

@@ -900,21 +900,22 @@ class Operations(LadderOperations):
         return f"{self.namespace}:wake"
 
     def server_time(self) -> Operation[int]:
-        """The server's clock, µs since the epoch; of several nodes, the one that is furthest."""
+        """The clock that the scripts go by, µs since the epoch; of several nodes' clocks the one that is furthest."""
+        if self._clock is not None:
+            return self._clock() * 1000
         replies = yield [Call(("TIME",))]
         reply = answer(replies[0])
         nodes = reply.values() if isinstance(reply, Mapping) else [reply]
         return max(int(seconds) * 1_000_000 + int(micros) for seconds, micros in nodes)
 
     def now(self) -> Operation[int]:
-        """The instant (ms) that the scripts would take."""
-        return int(self._now() or (yield from self.server_time()) // 1000)
+        """The same in ms."""
+        return (yield from self.server_time()) // 1000
 
     def beat(self, sign: str) -> Operation[None]:
         """Gives a worker's sign of life."""
         yield from self.connect()
-        now = self._now()
-        yield from beat(self.namespace, (yield from self.server_time()) // 1000 if now == "" else int(now), sign)
+        yield from beat(self.namespace, (yield from self.now()), sign)
 
     def rest(self, sign: str) -> Operation[None]:
         """Takes a worker's sign of life back: it ends as it should."""

@@ -7,17 +7,13 @@ so the job itself ends well: RQ retries nothing, and its registry of failed jobs
 
 from __future__ import annotations
 
-import os
-import pickle
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from math import ceil
 from time import monotonic
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import redis
 import rq
@@ -26,10 +22,9 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from rq.worker import DequeueStrategy
 
-from accumulator import logs
 from accumulator.client import Accumulator
 from accumulator.emission import is_emission
-from accumulator.errors import AccumulatorError, HandlerMissing, InternalError
+from accumulator.errors import HandlerMissing
 from accumulator.handlers import Timeout, find_handler, load_handlers, longest_step
 from accumulator.operations import Taken
 from accumulator.pulse import Pulse
@@ -232,110 +227,3 @@ def _pulse(settings: Settings) -> Iterator[None]:
         finally:
             pulse.stop()
             thread.join(1.0)
-
-
-class Processes(Role):
-    """Keeps `count` RQ worker processes running; one that ends is replaced.
-
-    When this ends, each may finish its job within `grace` seconds, and is killed then: the manifest's lease ends, and
-    it is tried again.
-    """
-
-    name = "rq"
-
-    def __init__(
-        self,
-        accumulator: Accumulator,
-        settings: Settings,
-        config: Config | None,
-        count: int,
-        url: str | None = None,
-        queue: str | None = None,
-        grace: float = 2.0,
-    ) -> None:
-        super().__init__(accumulator)
-        self._told = pickle.dumps((settings, config, url, queue))
-        self._count = count
-        self._grace = grace
-        self._running: list[subprocess.Popen[bytes]] = []
-        self._started_at = 0.0
-
-    @property
-    def pids(self) -> list[int]:
-        """The RQ workers' process ids."""
-        return [process.pid for process in self._running]
-
-    def step(self) -> None:
-        for process in [process for process in self._running if process.poll() is not None]:
-            self._running.remove(process)
-            _shut(process.stdin)
-            problem = InternalError(f"an RQ worker ended with code {process.returncode}")
-            self.stopping.wait(self.trouble.met(problem))
-        while len(self._running) < self._count and not self.stopping.is_set():
-            self._running.append(self._start())
-            self._started_at = monotonic()
-        if monotonic() - self._started_at > 5:
-            self.trouble.over()
-        self.stopping.wait(SLICE)
-
-    def close(self) -> None:
-        # RQ finishes its job at the first SIGTERM and drops it at a second one, a second later at the earliest.
-        self._end(signal.SIGTERM, self._grace)
-        self._end(signal.SIGTERM, 1.0)
-        self._end(signal.SIGKILL, 0.5)
-        for process in self._running:
-            _shut(process.stdin)
-        self._running.clear()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        # Settings go through a pipe: a password must show in no list of processes.
-        process = subprocess.Popen(
-            [sys.executable, "-c", "from accumulator.rq_sink import main; main()"],
-            stdin=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for us, who stop it
-        )
-        assert process.stdin is not None
-        try:
-            process.stdin.write(self._told)
-            process.stdin.flush()
-        except OSError:
-            self.log.error("rq_worker_not_started", pid=process.pid)
-        return process
-
-    def _end(self, how: signal.Signals, seconds: float) -> None:
-        left = [process for process in self._running if process.poll() is None]
-        for process in left:
-            process.send_signal(how)
-        until = monotonic() + seconds
-        for process in left:
-            try:
-                process.wait(max(0.0, until - monotonic()))
-            except subprocess.TimeoutExpired:
-                continue
-
-
-def _shut(pipe: IO[bytes] | None) -> None:
-    if pipe is not None:
-        try:
-            pipe.close()
-        except OSError:
-            return
-
-
-def main() -> None:
-    """The program of a process of :class:`Processes`: reads what it is told from its standard input, and ends when the
-    other end of that is gone."""
-    settings, config, url, queue = pickle.load(sys.stdin.buffer)
-    logs.configure(settings.log_level, settings.log_plain_keys)
-
-    def follow() -> None:
-        while os.read(0, 1):
-            continue
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=follow, daemon=True).start()
-    try:
-        work(settings, config, url, queue, supervised=True)
-    except AccumulatorError as problem:
-        logs.get_logger("rq").error("not_started", problem=type(problem).__name__, detail=str(problem))
-        sys.exit(1)

@@ -470,18 +470,27 @@ class DirectRunner(Role):
 
     A free thread takes one manifest, so that nothing waits here; where handlers are quick, as many as they finish in
     HASTE, so that the server is asked once for all of them. A thread can't be killed: where a handler is past its
-    timeout, its attempt is ended without it and another thread takes its place; `abandoned` counts them. When the
-    runner stops, handlers have `grace` seconds; attempts that still run are given back at once.
+    timeout, its attempt is ended without it and another thread takes its place; `abandoned` counts them. In a
+    process that is `expendable` the runner stops then, so that the handler can end with the process. When the runner
+    stops, handlers have `grace` seconds; attempts that still run are given back at once. Handlers run under `limit`.
     """
 
     name = "runner"
     sink = "direct"
 
     def __init__(
-        self, accumulator: Accumulator, threads: int = 4, grace: float = 2.5, in_flight: InFlight | None = None
+        self,
+        accumulator: Accumulator,
+        threads: int = 4,
+        grace: float = 2.5,
+        in_flight: InFlight | None = None,
+        limit: Guard = _unlimited,
+        expendable: bool = False,
     ) -> None:
         super().__init__(accumulator)
         self.abandoned = 0
+        self._limit = limit
+        self._expendable = expendable
         self._threads = threads
         self._grace = grace
         self._turns = Turns(accumulator, self.sink, in_flight)
@@ -548,12 +557,17 @@ class DirectRunner(Role):
                 continue
             deadline = attempt.deadline
             overdue = deadline is not None and deadline <= now
-            if slot.holds and (overdue or now - slot.since >= SLOW):
+            if slot.holds and not (overdue and self._expendable) and (overdue or now - slot.since >= SLOW):
                 self._spawn(slot, slot.settle, "Waited")
             if overdue:
                 slot.replaced = True
                 self._slots.remove(slot)
                 self.abandoned += 1
+                if self._expendable:
+                    slot.settle("Waited")
+                    attempt.give_up("Timeout")
+                    self.stop()
+                    continue
                 self.log.error("thread_abandoned", window_id=attempt.window_id, abandoned=self.abandoned)
                 self._spawn(slot, attempt.give_up, "Timeout")
 
@@ -571,6 +585,7 @@ class DirectRunner(Role):
                             one.window_id,
                             one.attempt,
                             one.bucket_key,
+                            self._limit,
                             find=self.find,
                             find_step=self.find_step,
                         )

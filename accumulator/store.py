@@ -8,9 +8,10 @@ value of the round (a :class:`ServerError`), so that the other calls of the roun
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -330,6 +331,27 @@ class AsyncStore:
 
 
 # --- replies, whichever protocol and callback gave them --------------------------------------------------------------
+
+
+def together(operations: Iterable[Operation[T]]) -> Operation[list[T | AccumulatorError]]:
+    """Runs operations side by side, each round of all of them in one; what one of them raises is its result."""
+    going = dict(enumerate(operations))
+    results: dict[int, T | AccumulatorError] = {}
+    replies: dict[int, list[Reply]] = {}
+    while going:
+        rounds: dict[int, Round] = {}
+        for i, operation in list(going.items()):
+            try:
+                rounds[i] = operation.send(replies[i]) if i in replies else next(operation)
+            except StopIteration as end:
+                results[i] = end.value
+                del going[i]
+            except AccumulatorError as problem:
+                results[i] = problem
+                del going[i]
+        answers = iter((yield [call for calls in rounds.values() for call in calls]) if rounds else [])
+        replies = {i: list(islice(answers, len(calls))) for i, calls in rounds.items()}
+    return [results[i] for i in sorted(results)]
 
 
 def answer(reply: Reply) -> Reply:

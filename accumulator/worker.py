@@ -2,7 +2,7 @@
 
 closer      closes windows that are due, ends leases and back-offs
 dispatcher  makes RQ jobs of manifests whose flow has the sink `rq`
-runner      runs the handlers of flows with the sink `direct`
+runner      runs the handlers of flows with the sink `direct`, in threads or in processes of its own
 webhook     posts the manifests of flows with the sink `webhook`
 janitor     records what nobody was handed, so that its payloads may go
 rq          keeps RQ worker processes running
@@ -26,9 +26,10 @@ from accumulator.errors import AuthenticationFailed, InvalidSettings, MissingRig
 from accumulator.handlers import DEFAULT, load_handlers, missing_handlers, missing_step_handlers
 from accumulator.janitor import Janitor
 from accumulator.policy import Policy
+from accumulator.processes import Processes, run_handlers
 from accumulator.pulse import Pulse
 from accumulator.role import Role, Trouble
-from accumulator.rq_sink import Dispatcher, Processes
+from accumulator.rq_sink import Dispatcher, work
 from accumulator.runner import DirectRunner
 from accumulator.settings import Config, Settings
 from accumulator.turns import InFlight
@@ -37,18 +38,26 @@ from accumulator.webhook import Endpoint, WebhookRunner
 ROLES: Final = ("closer", "dispatcher", "runner", "webhook", "janitor")
 """What runs where nothing else is said; `rq` comes along with `rq_workers`, or alone with one RQ worker."""
 
+THREADS: Final = 4
+
 STOP_WITHIN: Final = 4.5
 """s that stopping takes at the most, with handlers at work."""
+
+ENDING: Final = ((signal.SIGTERM, 3.8), (signal.SIGKILL, 0.4))
+RQ_ENDING: Final = ((signal.SIGTERM, 2.0), (signal.SIGTERM, 1.0), (signal.SIGKILL, 0.5))
+"""How processes are ended: signals, and the seconds after each. RQ finishes its job at the first SIGTERM and drops it
+at a second one, a second later at the earliest."""
 
 
 class Worker:
     """Runs `roles` of ROLES or `rq`, and `rq_workers` RQ worker processes, on what `settings` and `config` name.
 
-    `threads` is how many handlers the role `runner` runs at a time, and how many requests the role `webhook` makes.
+    `threads` is how many handlers the role `runner` runs at a time, and how many requests the role `webhook` makes:
+    by default THREADS. With `processes`, the runner is so many processes, of one thread where `threads` is not given.
     `accumulator` gives a connection instead of the settings' URL (a RedisCluster may be behind it; RQ does not work on
     one). `rq_url` is RQ's server where it is another one than settings and configuration say. `start_within`: seconds
     in which the server must answer at the start; later, however long it is away, the worker waits for it. Raises
-    InvalidSettings for an unknown role, and for a webhook's secret that is not there.
+    InvalidSettings for an unknown role, for `processes` without a runner, and for a webhook's secret that is not there.
     """
 
     def __init__(
@@ -57,7 +66,8 @@ class Worker:
         config: Config | None = None,
         *,
         roles: Sequence[str] = ROLES,
-        threads: int = 4,
+        threads: int | None = None,
+        processes: int = 0,
         rq_workers: int = 0,
         rq_url: str | None = None,
         accumulator: Accumulator | None = None,
@@ -66,6 +76,8 @@ class Worker:
         odd = sorted(set(roles) - {*ROLES, "rq"})
         if odd:
             raise InvalidSettings("roles", f"there is no role {odd[0]!r}: choose of {', '.join((*ROLES, 'rq'))}")
+        if processes and "runner" not in roles:
+            raise InvalidSettings("processes", "needs the role runner, whose handlers they run")
         rq_workers = rq_workers or int("rq" in roles)
         self.settings = settings if config is None else settings.with_config(config)
         self.config = Config() if config is None else config
@@ -84,11 +96,17 @@ class Worker:
             "dispatcher": lambda: Dispatcher(
                 ours, rq_server, self.config.rq.queue, options=self.config.rq_sink, in_flight=flying
             ),
-            "runner": lambda: DirectRunner(ours, threads, in_flight=flying),
-            "webhook": lambda: WebhookRunner(ours, self.endpoints, threads, in_flight=flying),
+            "runner": lambda: DirectRunner(ours, threads or THREADS, in_flight=flying),
+            "webhook": lambda: WebhookRunner(ours, self.endpoints, threads or THREADS, in_flight=flying),
             "janitor": lambda: Janitor(ours),
-            "rq": lambda: Processes(ours, self.settings, config, rq_workers, rq_server),
+            "rq": lambda: Processes(
+                ours, "rq", rq_workers, work, self.settings, config, rq_server, None, True, ending=RQ_ENDING
+            ),
         }
+        if processes:
+            makers["runner"] = lambda: Processes(
+                ours, "runner", processes, run_handlers, self.settings, self.config, threads or 1, ending=ENDING
+            )
         self._names = [name for name in makers if name in roles or (name == "rq" and rq_workers)]
         self._makers = [makers[name] for name in self._names]
         self._makers.append(lambda: Pulse(ours, self._names, self.endpoints))

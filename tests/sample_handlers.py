@@ -3,9 +3,11 @@ names, a line each, so that a test sees it whatever became of the process."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
+import subprocess
 import threading
 from typing import Any
 
@@ -60,3 +62,37 @@ def crash(ctx: Context) -> None:
     _write(ctx, "begun")
     if ctx.attempt == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@handler("who", timeout="5m")
+def tell_which_process(ctx: Context) -> None:
+    _write(ctx, f"begun {os.getpid()}")
+    threading.Event().wait(_told(ctx)["seconds"])
+    _write(ctx, f"ended {os.getpid()}")
+
+
+@handler("spin", timeout="300ms", max_attempts=2, backoff="1ms")
+def spin(ctx: Context) -> None:
+    _write(ctx, f"begun {os.getpid()}")
+    while True:
+        pass
+
+
+@handler("block", timeout="100ms")
+def block_every_thread(ctx: Context) -> None:
+    _write(ctx, f"begun {os.getpid()}")
+    if ctx.attempt == 1:
+        ctypes.PyDLL(None).sleep(60)  # as a C extension that keeps the GIL
+
+
+@handler("fault", timeout="5m")
+def segmentation_fault(ctx: Context) -> None:
+    _write(ctx, f"begun {os.getpid()}")
+    if ctx.attempt == 1:
+        ctypes.string_at(0)
+
+
+@handler("program", timeout="300ms", max_attempts=1)
+def wait_for_a_program(ctx: Context) -> None:
+    with subprocess.Popen(["sleep", "300"]) as child:
+        _write(ctx, f"begun {child.pid}")

@@ -722,6 +722,8 @@ def test_a_worker_that_cannot_begin_says_why(
     program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, client: Accumulator
 ) -> None:
     assert program("worker", "--role", "closer,cleaner").code == 2
+    shown = program("worker", "--role", "closer", "--processes", "2")
+    assert (shown.code, "processes" in shown.err) == (2, True)
     assert program("worker", "--config", "none.yaml").code == 2
     (tmp_path / "c.yaml").write_text("handlers: [there_is_no_such_module]\n")
     shown = program("worker", "--config", "c.yaml")

@@ -20,7 +20,7 @@ from accumulator.cli import app
 from accumulator.client import Accumulator
 from accumulator.context import Context
 from accumulator.embedded import EmbeddedServer
-from accumulator.errors import ServerUnavailable
+from accumulator.errors import HandlerMissing, ServerUnavailable
 from accumulator.handlers import PermanentError, RetryLater, Stages, handler
 from accumulator.health import ALIVE, FORGOTTEN, PATIENCE, UNSETTLED, Health, Queue, health_report, sign_of_life
 from accumulator.janitor import Janitor
@@ -28,6 +28,7 @@ from accumulator.manifest import Manifest
 from accumulator.pulse import Pulse
 from accumulator.runner import run_attempt
 from accumulator.settings import Config, Settings
+from accumulator.store import Call, Operation, together
 from accumulator.testing import VirtualClock
 from accumulator.worker import ROLES, Worker
 from tests.conftest import MakeClient, StartServer, event, wait_until
@@ -573,6 +574,44 @@ def test_one_that_can_not_be_read_holds_up_nothing(
     assert unrecorded(virtual) == []
 
 
+def test_manifests_are_recorded_side_by_side(
+    virtual: Accumulator, clock: VirtualClock, janitor: Janitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hundreds of thousands may close in a day: a batch of them costs as many waits for the server as one."""
+    policy(virtual, sink="none")
+    for i in range(janitor.BATCH):
+        close(virtual, clock, f"t:f:{i}")
+    send = virtual.store._send
+    rounds: list[int] = []
+
+    def counted(commands: Any) -> Any:
+        rounds.append(len(commands))
+        return send(commands)
+
+    monkeypatch.setattr(virtual.store, "_send", counted)
+    janitor.step()
+    assert unrecorded(virtual) == []
+    assert len(rounds) <= 6
+    assert max(rounds) == 2 * janitor.BATCH
+
+
+def test_operations_of_different_lengths_side_by_side(virtual: Accumulator) -> None:
+    def echo(*words: str, fails: bool = False) -> Operation[list[str]]:
+        heard = []
+        for word in words:
+            replies = yield [Call(("ECHO", word)), Call(("ECHO", word.upper()))]
+            heard += [reply.decode() for reply in replies]
+        if fails:
+            raise HandlerMissing("f")
+        return heard
+
+    several = [echo("a", "b", "c"), echo(), echo("d", fails=True), echo("e")]
+    first, none, failed, last = virtual.store.perform(together(several))
+    assert (first, none, last) == (["a", "A", "b", "B", "c", "C"], [], ["e", "E"])
+    assert isinstance(failed, HandlerMissing)
+    assert virtual.store.perform(together([])) == []
+
+
 def test_the_janitor_of_a_worker(live: Accumulator, server: EmbeddedServer, namespace: str) -> None:
     policy(live, sink="none")
     live.push(event("e1", "t:f:1"))
@@ -636,10 +675,11 @@ def test_units_and_image_say_what_there_is(
         roles = made[0]["roles"]
         assert roles == (["rq"] if "--with-rq" in arguments else list(ROLES))
         assert made[0]["rq_workers"] == (4 if "--with-rq" in arguments else 0)
+        assert made[0]["processes"] == (4 if "--processes" in arguments else 0)
     else:
         assert arguments == ["health"]
         assert "no worker is alive" in result.output
 
 
 def test_every_command_is_found() -> None:
-    assert len(commands()) == 6
+    assert len(commands()) == 7

@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
+import accumulator.handlers
+from accumulator.closer import Closer
 from accumulator.envelope import MISSING
+from accumulator.janitor import Janitor
 from accumulator.manifest import SETTLED, Manifest, pairs_digest
 from accumulator.operations import Outcome
+from tests import retention
 from tests.conftest import MakeClient, event
 from tests.life import DAY, KEY, LEASE, OTHER, TOKEN, Life
 
@@ -500,3 +504,30 @@ def test_payloads_that_went_are_missing_and_not_null(life: Life) -> None:
     window_id = handled(life, "e1", "e2", payload=None)
     payloads = [e.event.payload for e in life.manifest(window_id).events]
     assert payloads == [MISSING, None]
+
+
+# --- all of it --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No handler is registered; who looks every few seconds looks more often."""
+    monkeypatch.setattr(accumulator.handlers, "_registry", {})
+    monkeypatch.setattr(Closer, "POLL", 0.2)
+    monkeypatch.setattr(Janitor, "PAUSE", 0.2)
+
+
+# B064
+@pytest.mark.usefixtures("_quick")
+def test_nothing_is_left_of_what_was_handled(capsys: pytest.CaptureFixture[str]) -> None:
+    """A small `make retention`, with a worker at work."""
+    assert retention.main(["--events", "2000", "--buckets", "200"]) == 0
+    assert capsys.readouterr().out.endswith("back to the base\n")
+
+
+@pytest.mark.usefixtures("_quick")
+def test_what_is_left_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(retention.Retention, "pass_time", lambda self, _: self.accumulator.flush_where(flow="kept"))
+    monkeypatch.setattr(retention.Retention, "settled", lambda _: True)
+    assert retention.main(["--events", "200", "--buckets", "20"]) == 1
+    assert "WRONG: 10 keys of manifest were left" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -13,13 +14,16 @@ from pathlib import Path
 import fakeredis
 import pytest
 
+import accumulator.handlers
 from accumulator.client import Accumulator
 from accumulator.errors import InvalidInput
-from accumulator.testing import START, VirtualClock
+from accumulator.handlers import handler
+from accumulator.testing import START, VirtualClock, handle_waiting
 from tests.conftest import MakeClient, event
 from tests.invariants import check_invariants
 
 ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 
 
 class Project:
@@ -59,6 +63,38 @@ def project(tmp_path: Path) -> Project:
     made = Project(tmp_path)
     made.write("pytest.ini", "[pytest]\nfilterwarnings = error\n")
     return made
+
+
+def test_the_page_on_testing_a_handler_holds(project: Project) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    [block] = [block for block in blocks if "def test_" in block]
+    project.write("test_receipts.py", block)
+    assert "1 passed" in project.run()
+
+
+def test_handlers_are_run_in_order_until_none_waits(
+    virtual: Accumulator, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accumulator.handlers, "_registry", {})
+    handled: list[str] = []
+    handler("f", max_attempts=2, backoff="1s")(lambda ctx: handled.extend(ctx.manifest.event_ids))
+    for flow, sink in (("f", "direct"), ("g", "rq")):
+        virtual.load_policy(flow, {"inactivity": "1h", "sink": sink})
+
+    @handler("g", max_attempts=2, backoff="1s", max_backoff="1s")
+    def fail(_: object) -> None:
+        raise ValueError
+
+    for n in range(3):
+        for flow in "fg":
+            virtual.push(event(f"e{n}", f"t:{flow}:1", at=clock))
+            virtual.flush(f"t:{flow}:1")
+    assert handle_waiting(virtual) == 3 + 1
+    assert handled == ["e0", "e1", "e2"]
+    assert handle_waiting(virtual) == 0
+    clock.advance("1s")
+    assert handle_waiting(virtual) == 1 + 1  # a dead one holds nobody up: the next one's first
+    assert [m.state for m in virtual.manifests("t:g:1")] == ["dead", "retrying", "closed"]
 
 
 def test_the_fixtures_serve_a_policy_test(project: Project) -> None:
