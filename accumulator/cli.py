@@ -349,6 +349,8 @@ def _step_account(step: Mapping[str, Any], outcomes: Iterator[Mapping[str, Any]]
             given = dict(step[action])
             rest = " ".join(f"{name} {value}" for name, value in given.items() if name not in ("ladder", "bucket_key"))
             yield f"{action} {given['ladder']} {given['bucket_key']} {rest}"
+    if "ladder" in step:
+        yield f"ladder {', '.join(step['ladder'])} loaded"
     if "policy" in step:
         yield f"policy of {', '.join(step['policy'])} replaced"
     given = step.get("push", [])

@@ -22,7 +22,7 @@ DAY = UNITS["d"]
 def without_ladders(scenario: Mapping[str, Any]) -> dict[str, Any]:
     """The same for the model of windows."""
     rest = {name: value for name, value in scenario.items() if name != "ladders"}
-    return rest | {"steps": [step for step in scenario.get("steps", ()) if not set(step) & set(MOVES)]}
+    return rest | {"steps": [step for step in scenario.get("steps", ()) if not set(step) & {"ladder", *MOVES}]}
 
 
 def ms(text: str) -> int:
@@ -95,10 +95,9 @@ class Ladders:
     """The ladders of a scenario, moved by its steps and by a clock."""
 
     def __init__(self, scenario: Mapping[str, Any]) -> None:
-        self.definitions = scenario.get("ladders", {})
-        self.watched = {kind for one in self.definitions.values() for kind in one.get("cancel_on", ())}
+        self.definitions = dict(scenario.get("ladders", {}))
         self.runs: list[Run] = []
-        self.came: dict[tuple[str, str], int] = {}
+        self.came: set[tuple[str, str]] = set()
         self.told: list[tuple[tuple[int, int, int], dict[str, Any]]] = []
         self.now = 0
 
@@ -161,10 +160,11 @@ class Ladders:
             run.plan()
             self.advance(run, self.now)
 
-    def deliver(self, key: str, kind: str, cause: int) -> None:
-        if kind not in self.watched:
-            return
-        self.came[key, kind] = self.now
+    def deliver(self, key: str, kind: str, cause: int, known: bool) -> None:
+        """An event that is no conflict came. `known`: as it stands, and so for ladders that start later too, whether or
+        not one is defined by now; what was rejected, or ignored for another content, is not."""
+        if known:
+            self.came.add((key, kind))
         for run in self.runs:
             if run.key == key and run.state in ("running", "paused") and kind in run.definition.get("cancel_on", ()):
                 self.cancel(run, cause)
@@ -209,8 +209,12 @@ def ladder_events(scenario: Mapping[str, Any]) -> list[dict[str, Any]]:
                 pushed[one["event_id"]] = count
                 count += 1
             for one in batch:
-                if next(outcomes)["outcome"] != "conflict":
-                    ladders.deliver(one["bucket_key"], one.get("kind", "event"), pushed[one["event_id"]])
+                outcome = next(outcomes)
+                if outcome["outcome"] != "conflict":
+                    known = outcome["outcome"] != "rejected" and not outcome.get("conflict")
+                    ladders.deliver(one["bucket_key"], one.get("kind", "event"), pushed[one["event_id"]], known)
+        elif action == "ladder":
+            ladders.definitions |= given
         elif action in MOVES:
             anchor = instant(given["anchor_at"]) if "anchor_at" in given else start + ms(given.get("anchor", "0s"))
             run = ladders.find(given)
@@ -268,11 +272,16 @@ def history(seed: int) -> dict[str, Any]:
         return made
 
     names = ["a", "b"]
-    ladders = {name: ladder() for name in names}
-    at, steps = 0, []
+    ladders = {name: ladder() for name in names if dice.random() < 0.8}
+    given_first, at = dict(ladders), 0
+    steps: list[dict[str, Any]] = []
     for number in range(dice.randint(2, 14)):
         at += dice.choice((0, 0, 1, 3, 12, 24, 40))
         name, key = dice.choice(names), f"t:f:{dice.randint(1, 2)}"
+        if dice.random() < 0.08 or not ladders:
+            ladders[name] = ladder()
+            steps.append({"at": f"{at}h", "ladder": {name: ladders[name]}})
+        name = name if name in ladders else next(iter(ladders))
         given: dict[str, Any] = {"ladder": name, "bucket_key": key}
         if dice.random() < 0.25:
             given["start_id"] = dice.choice("XY")
@@ -281,6 +290,8 @@ def history(seed: int) -> dict[str, Any]:
         if action == "push":
             id_ = f"E{dice.randint(0, number)}"
             given = {"event_id": id_, "bucket_key": key, "kind": dice.choice(("paid", "left", "other", "other"))}
+            if dice.random() < 0.5:
+                given["occurred"] = f"{dice.randint(-1, 1)}h"  # the very same event may come twice, or late
         elif action == "start_ladder":
             if ladders[name].get("anchor") != "start":
                 given |= anchor
@@ -291,11 +302,18 @@ def history(seed: int) -> dict[str, Any]:
         elif action == "reschedule":
             given |= anchor
         steps.append({"at": f"{at}h", action: given})
+    policy: dict[str, Any] = {"inactivity": "1h"}
+    if dice.random() < 0.5:
+        policy["kinds"] = ["other"]
+    if dice.random() < 0.3:
+        policy |= {"order_by": "occurred_at", "on_late": "reject"}
+    if dice.random() < 0.5:
+        policy["on_conflict"] = dice.choice(("keep_first", "reconcile", "accept_newer"))
     begins = dice.randint(0, at + 1)
     return {
         "start": dice.choice(("2026-03-06T09:30:00Z", "2026-04-03T02:15:00Z", "2026-10-30T12:00:00Z")),
-        "policies": {"f": {"inactivity": "1h", "kinds": ["other"]} if dice.random() < 0.5 else {"inactivity": "1h"}},
-        "ladders": ladders,
+        "policies": {"f": policy},
+        "ladders": given_first,
         "workers_down": [[f"{begins}h", f"{begins + dice.randint(1, 60)}h"]] if dice.random() < 0.4 else [],
         "steps": steps,
         "end": f"{at + dice.randint(1, 200)}h",

@@ -329,6 +329,168 @@ def test_one_event_cancels_all_that_wait_for_it_and_no_other(ready: Accumulator,
     }  # fmt: skip
 
 
+def accepted(acc: Accumulator, clock: VirtualClock) -> None:
+    acc.push(event("P", KEY, clock, kind=KIND))
+
+
+def closed(acc: Accumulator, clock: VirtualClock) -> None:
+    acc.push_many([event(f"x{n}", KEY, clock) for n in range(5)])
+    clock.advance("1h")
+    accepted(acc, clock)
+    clock.advance("1h")
+    acc.push(event("y", KEY, clock))
+
+
+def among_many(acc: Accumulator, clock: VirtualClock) -> None:
+    for window in range(120):
+        acc.push_many([event(f"{window}-{n}", KEY, clock) for n in range(3)])
+        acc.flush(KEY)
+    acc.push_many([event("x", KEY, clock), event("P", KEY, clock, kind=KIND), event("Q", KEY, clock, kind=KIND)])
+    for n in range(210):
+        acc.push(event(f"y{n}", KEY, clock))
+
+
+def only_a_digest(acc: Accumulator, clock: VirtualClock) -> None:
+    acc.load_policy("fatura", {"inactivity": "10s", "keep": "last"})
+    accepted(acc, clock)
+    acc.push(event("x", KEY, clock, payload=1))
+
+
+def revised(acc: Accumulator, clock: VirtualClock) -> None:
+    acc.load_policy("fatura", {"inactivity": "10s", "on_conflict": "accept_newer"})
+    acc.push(event("P", KEY, clock, source_version=1))
+    assert acc.push(event("P", KEY, clock, kind=KIND, source_version=2)).outcome == "revised"
+
+
+def late(acc: Accumulator, clock: VirtualClock) -> None:
+    acc.load_policy("fatura", {"inactivity": "10s", "max_delay": "1m", "on_late": "accept"})
+    assert acc.push(event("P", KEY, clock, kind=KIND, occurred_at=in_days(clock, -1))).late
+
+
+def retracted(acc: Accumulator, clock: VirtualClock) -> None:
+    accepted(acc, clock)
+    assert acc.retract(KEY, "P").outcome == "retracted"
+
+
+def queued(acc: Accumulator, clock: VirtualClock) -> None:
+    acc.load_policy("fatura", {"inactivity": "10s", "kinds": ["other"]})
+    acc.push_many([event(f"x{n}", "t:fatura:9", clock) for n in range(150)])
+    assert acc.push(event("P", KEY, clock, kind=KIND)).outcome == "reconciled"
+
+
+def resolved(acc: Accumulator, clock: VirtualClock) -> None:
+    queued(acc, clock)
+    clock.advance("1h")
+    acc.resolve(acc.reconciliation()[-1], "accept", by="ana", reason="seen")
+
+
+def discarded(acc: Accumulator, clock: VirtualClock) -> None:
+    queued(acc, clock)
+    acc.resolve(acc.reconciliation()[-1], "discard", by="ana", reason="twice")
+
+
+def twice(acc: Accumulator, clock: VirtualClock) -> None:
+    accepted(acc, clock)
+    assert acc.push(event("P", KEY, clock, kind=KIND)).outcome == "duplicate"
+
+
+KIND = 'pa"go\\ \n ç","occurred_at":'
+KNOWN = [
+    accepted, closed, among_many, only_a_digest, revised, late, retracted, queued, resolved, discarded, twice
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("watched_first", [True, False])
+@pytest.mark.parametrize("known", KNOWN)
+def test_a_start_looks_back_at_all_that_is_known(
+    virtual: Accumulator,
+    clock: VirtualClock,
+    make_client: MakeClient,
+    known: Callable[[Accumulator, VirtualClock], None],
+    watched_first: bool,
+) -> None:
+    virtual.load_policy("fatura", {"inactivity": "10s"})
+    definition = INVOICE | {"cancel_on": ["never", KIND]}
+    if watched_first:
+        virtual.load_ladder("cobranca", definition)
+    known(virtual, clock)
+    virtual.load_ladder("cobranca", definition)
+    clock.advance("1m")
+    started = virtual.start_ladder("cobranca", KEY, in_days(clock, 4))
+    assert started.state == "cancelled"
+    run = virtual.ladder(started.ladder_id)
+    assert run is not None
+    assert (run.by_event, run.emitted) == ("P", 1)
+    assert virtual.start_ladder("cobranca", "t:fatura:2", in_days(clock, 4)).state == "running"
+    assert virtual.start_ladder("cobranca", KEY, in_days(clock, 4), ignore_earlier=True).state == "running"
+    check_invariants(make_client(), virtual.operations.namespace)
+
+
+def test_one_that_was_queued_is_known_wherever_it_went(virtual: Accumulator, clock: VirtualClock) -> None:
+    queued(virtual, clock)
+    virtual.load_ladder("cobranca", INVOICE | {"cancel_on": [KIND]})
+    clock.advance("1h")
+    assert virtual.resolve(virtual.reconciliation()[-1], "accept", by="ana", reason="seen").outcome == "accepted"
+    run = virtual.ladder(virtual.start_ladder("cobranca", KEY, in_days(clock, 4)).ladder_id)
+    assert run is not None
+    assert (run.state, run.by_event) == ("cancelled", "P")
+
+
+def test_what_went_with_the_payloads_is_known_where_it_was_noticed(make_client: MakeClient, namespace: str) -> None:
+    clock = VirtualClock()
+    acc = clock.attach(Accumulator(make_client(), namespace=namespace, partitions=1, clock=clock))
+    acc.load_policy("fatura", {"inactivity": "10s", "sink": "direct", "payload_ttl": "1d"})
+    acc.load_ladder("cobranca", INVOICE)
+    accumulator.handlers.handler("fatura")(lambda ctx: None)
+    acc.push_many([event("P", KEY, clock, kind="pago"), event("O", KEY, clock, kind="outro")])
+    clock.advance("1m")
+    [taken] = acc.store.perform(acc.operations.take(0, "direct", 10, 30_000))
+    assert run_attempt(acc, taken.window_id, taken.attempt) == "confirmed"
+    clock.advance("2d")
+    assert acc.manifests(KEY)[0].events == ()
+    for cancel_on, state in ((["pago"], "cancelled"), (["outro"], "running")):
+        acc.load_ladder("cobranca", INVOICE | {"cancel_on": cancel_on})
+        assert acc.start_ladder("cobranca", KEY, in_days(clock, 4)).state == state
+
+
+@pytest.mark.parametrize("watched_first", [True, False])
+def test_what_was_refused_or_ignored_is_not_known(
+    virtual: Accumulator, clock: VirtualClock, watched_first: bool
+) -> None:
+    rules = {"inactivity": "10s", "max_event_bytes": 10, "on_conflict": "keep_first"}
+    virtual.load_policy("fatura", rules)
+    if watched_first:
+        virtual.load_ladder("cobranca", INVOICE)
+    assert virtual.push(event("P", KEY, clock, kind="pago", payload="x" * 99)).outcome == "rejected"
+    virtual.push(event("E", KEY, clock))
+    assert virtual.push(event("E", KEY, clock, kind="pago")).conflict
+    virtual.load_ladder("cobranca", INVOICE)
+    assert virtual.start_ladder("cobranca", KEY, in_days(clock, 4)).state == "running"
+
+
+def test_the_first_of_several_is_named(ready: Accumulator, clock: VirtualClock) -> None:
+    ready.load_policy("fatura", {"inactivity": "10s", "kinds": ["pago"]})
+    for event_id, kind in (("A", "outro"), ("B", "pago"), ("C", "pago")):
+        ready.push(event(event_id, KEY, clock, kind=kind))
+        clock.advance("1s")
+    for cancel_on, named in ((["pago"], "B"), (["pago", "outro"], "A")):  # B was noticed, A was not
+        ready.load_ladder("cobranca", INVOICE | {"cancel_on": cancel_on})
+        started = ready.start_ladder("cobranca", KEY, in_days(clock, 4))
+        assert ready.ladder(started.ladder_id).by_event == named  # type: ignore[union-attr]
+
+
+def test_looking_back_reads_no_window_that_opened_later(ready: Accumulator, clock: VirtualClock) -> None:
+    clock.advance("1m")
+    for number in range(20):
+        ready.push(event(f"x{number}", KEY, clock))
+        clock.advance("1m")
+    client = ready.store.client
+    before = client.info("commandstats").get("cmdstat_xrange", {"calls": 0})["calls"]
+    assert ready.start_ladder("cobranca", KEY, in_days(clock, 4)).state == "running"
+    ran = client.info("commandstats").get("cmdstat_xrange", {"calls": 0})["calls"] - before
+    assert ran <= 1  # the open one, up to when the kind came to be watched
+
+
 async def test_the_asynchronous_client_does_the_same(redis_url: str, namespace: str) -> None:
     async with AsyncAccumulator(redis_url, namespace=namespace, partitions=2, protocol=2) as acc:
         await acc.load_policy("fatura", {"inactivity": "10s"})

@@ -8,8 +8,8 @@
 --   notes and n1, n2 ...: the timeline, '<instant> <event> <number of the emission|-> <detail>'
 -- ladders:<bucket_key> names a bucket's ladders: start:<name>:<start_id> and, without one, only:<name> of the one that
 -- runs -> ladder_id; ended:<ladder_id> -> name. ladders:<state> lists them by the instant of the state. ladderdef:<name>
--- has '<version>' -> definition as JSON, '<version>:on:<kind>' of the kinds that cancel. watched holds the kinds that
--- cancel any ladder, noticed:<bucket_key> the last event of each of these: '<instant> <event_id>'.
+-- has '<version>' -> definition as JSON, '<version>:on:<kind>' of the kinds that cancel. watched has the kinds that
+-- cancel any ladder -> since when, noticed:<bucket_key> the first known event of each of these: '<instant> <event_id>'.
 local ENDED = { cancelled = true, exhausted = true, escalated = true }
 local NOTES = 300
 
@@ -157,9 +157,13 @@ local function cancel_ladder(l, cause, event_id)
   save_ladder(l)
 end
 
+-- An event is known in this bucket, for ladders that start later.
+local function note_known(b, at, kind, event_id)
+  put('HSETNX', prefix .. 'noticed:' .. b.key, kind, format('%d', at) .. ' ' .. event_id)
+end
+
 -- An event was delivered to this bucket: it may be what ladders wait for.
 local function notice(b, kind, event_id)
-  put('HSET', prefix .. 'noticed:' .. b.key, kind, format('%d', now) .. ' ' .. event_id)
   local ladders = call('HGETALL', prefix .. 'ladders:' .. b.key)
   if #ladders == 0 then
     sure_of_absence(prefix .. 'ladders:' .. b.key)
