@@ -67,7 +67,7 @@ class LadderOperations:
     def prefix_of(self, bucket_key: str) -> str:
         raise NotImplementedError
 
-    def prefix_of_window(self, window_id: str) -> str:
+    def prefix_of_window(self, window_id: str, field: str = ...) -> str:
         raise NotImplementedError
 
     def now(self) -> Operation[int]:
@@ -198,7 +198,7 @@ class LadderOperations:
         ladder_id = yield from self._find(which)
         if ladder_id is None:
             return LadderMoved(None, "missing", None)
-        prefix = self.prefix_of_window(ladder_id)
+        prefix = self.prefix_of_window(ladder_id, "ladder_id")
         replies = yield [self._script("move_ladder", prefix, ladder_id, action, detail, ends, *at)]
         outcome, state = (part.decode() for part in answer(replies[0]))
         return LadderMoved(ladder_id if state else None, outcome, state or None)
@@ -233,7 +233,7 @@ class LadderOperations:
         ladder_id = yield from self._find(which)
         if ladder_id is None:
             return None
-        prefix = self.prefix_of_window(ladder_id)
+        prefix = self.prefix_of_window(ladder_id, "ladder_id")
         replies = yield [
             Call(("HGETALL", keys.ladder(prefix, ladder_id))),
             Call(("GET", keys.ladderargs(prefix, ladder_id))),
@@ -292,7 +292,7 @@ class LadderOperations:
             raise InvalidInput("emission_id", f"must be text, not {type(emission_id).__name__}")
         if not is_emission(emission_id):
             return None
-        prefix = self.prefix_of_window(emission_id)
+        prefix = self.prefix_of_window(emission_id, "emission_id")
         replies = yield [Call(("HGETALL", keys.manifest(prefix, emission_id)))]
         fields = dict(as_pairs(replies[0]))
         if not fields:
@@ -305,7 +305,7 @@ class LadderOperations:
         """As :meth:`Operations.begin`, of an emission: the state it is in, and itself where the attempt was granted.
         Refused for good where the awaited event has come."""
         yield from self.connect()
-        prefix = self.prefix_of_window(emission_id)
+        prefix = self.prefix_of_window(emission_id, "emission_id")
         replies = yield [self._script("begin", prefix, emission_id, attempt, token, lease_ms, most)]
         granted, state, *rest = answer(replies[0])
         if granted != b"granted":

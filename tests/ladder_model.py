@@ -65,7 +65,9 @@ class Run:
     order: int
     state: str = "running"
     steps: list[tuple[str, int, int | None]] = field(default_factory=list)
-    ends: int = 0
+    scheduled_end: int = 0
+    wait: int = 0
+    sent: int | None = None
     done: int = 0
 
     def plan(self) -> None:
@@ -73,7 +75,7 @@ class Run:
         skip = self.definition.get("skip_to_escalate")
         self.steps, latest = [], None
         if skip is not None and holds(skip, self.args):
-            self.ends = -1
+            self.scheduled_end = -1
             return
         for step in self.definition["steps"]:
             if "when" in step and not holds(step["when"], self.args):
@@ -82,7 +84,13 @@ class Run:
             latest = at if latest is None else max(latest, at)
             self.steps.append((step["name"], latest, ms(step["stale_after"]) if "stale_after" in step else None))
         base = self.anchor if latest is None else latest
-        self.ends = at_offset(base, self.definition.get("final_wait", "0s"), zone)
+        self.scheduled_end = at_offset(base, self.definition.get("final_wait", "0s"), zone)
+        self.wait = self.scheduled_end - base
+
+    @property
+    def ends(self) -> int:
+        """Whoever was reminded has the final wait, also where that came late."""
+        return self.scheduled_end if self.sent is None else max(self.scheduled_end, self.sent + self.wait)
 
     @property
     def due(self) -> int | None:
@@ -125,6 +133,7 @@ class Ladders:
             left_out = past is not None and at < past and run.definition.get("past") == "skip"
             if not left_out and (stale is None or self.now <= at + stale):
                 self.tell(run, "step", name, at)
+                run.sent = self.now
 
     def cancel(self, run: Run, cause: int = 0) -> None:
         run.state = "cancelled"

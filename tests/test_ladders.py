@@ -246,6 +246,12 @@ def test_what_can_not_be_started_is_refused(ready: Accumulator, clock: VirtualCl
         ready.start_ladder("daily", KEY, clock.instant)
     with pytest.raises(InvalidInput, match="state"):
         ready.ladders("gone")
+    with pytest.raises(InvalidInput, match="^ladder_id: is none of this namespace"):
+        ready.ladder("zzz")
+    with pytest.raises(InvalidInput, match="^ladder_id: "):
+        ready.cancel_ladder("zzz", "x")
+    with pytest.raises(InvalidInput, match="^emission_id: "):
+        ready.emission("z" * 20 + "s1")
     assert ready.ladders() == []
 
 
@@ -698,9 +704,20 @@ def test_steps_of_a_ladder_keep_their_order(ready: Accumulator, clock: VirtualCl
     assert ready.attention() == []
 
 
+def test_each_step_goes_where_its_policy_said(ready: Accumulator, clock: VirtualClock, work: Hands) -> None:
+    step_handler("cobranca")(lambda ctx: None)
+    ready.start_ladder("cobranca", KEY, in_days(clock, 3))
+    ready.load_policy("fatura", {"inactivity": "10s", "sink": "rq"})
+    clock.advance("3d")  # the second step waits behind the first
+    assert work.all() == ["confirmed"]
+    taken = [one for p in range(4) for one in ready.store.perform(ready.operations.take(p, "rq", 9, 30_000))]
+    assert [ready.emission(one.window_id).step for one in taken] == ["no_dia"]  # type: ignore[union-attr]
+
+
 def test_what_waits_is_called_off_also_after_the_escalation(
     ready: Accumulator, clock: VirtualClock, work: Hands
 ) -> None:
+    ready.load_ladder("cobranca", INVOICE | {"final_wait": "0s"})
     ready.start_ladder("cobranca", KEY, in_days(clock, -40))  # all at once, and nobody has begun
     assert [run.state for run in ready.ladders()] == ["escalated"]
     ready.push(event("P", KEY, clock, kind="pago"))
@@ -928,7 +945,9 @@ def test_an_ended_ladder_goes_after_its_metadata_ttl(make_client: MakeClient, na
     acc.start_ladder("cobranca", KEY, in_days(clock, 3), {"text": "x" * 100}, start_id="A", ignore_earlier=True)
     acc.start_ladder("cobranca", KEY, in_days(clock, -40), {"text": "x" * 100}, ignore_earlier=True)
     run()
-    clock.advance("20d")
+    clock.advance("6d")
+    run()
+    clock.advance("14d")
     run()
     assert [run.start_id for run in acc.ladders()] == ["A"]  # it ended two days ago, the others more than four
     check_invariants(client, namespace, purged=True)
@@ -936,6 +955,34 @@ def test_an_ended_ladder_goes_after_its_metadata_ttl(make_client: MakeClient, na
     assert acc.ladders() == []
     left = {name.decode().partition("}:")[2] for name in client.scan_iter(match=f"{namespace}:{{*")}
     assert left == {"policy:fatura", "ladderdef:cobranca", "watched", "stats"}
+
+
+def test_what_nobody_took_leaves_no_key(make_client: MakeClient, namespace: str) -> None:
+    client, clock = make_client(), VirtualClock()
+    acc = clock.attach(Accumulator(client, namespace=namespace, partitions=1, clock=clock))
+    acc.load_policy("fatura", {"inactivity": "10s", "sink": "direct", "max_event_bytes": 1})
+    acc.load_ladder("cobranca", INVOICE | {"final_wait": "0s"})
+    refused = event("P", KEY, clock, kind="pago", payload="xx")
+
+    def left() -> set[str]:
+        return {name.decode().partition("}:")[2] for name in client.scan_iter(match=f"{namespace}:{{*")}
+
+    acc.push(refused)
+    for days in (3, -40):  # one that escalated is called off too, and says nothing more
+        acc.start_ladder("cobranca", KEY, in_days(clock, days), start_id=str(days))
+    base = {"policy:fatura", "ladderdef:cobranca", "watched", "stats", "audit"}
+    acc.push(refused)
+    assert {"ready:direct:t", "tenants:direct"} <= left() - base
+    acc.cancel_ladder((KEY, "cobranca", "3"), "x")
+    [taken] = acc.store.perform(acc.operations.take(0, "direct", 1, 30_000))
+    assert run_attempt(acc, taken.window_id, taken.attempt) == "confirmed"
+    acc.start_ladder("cobranca", "u:fatura:1", in_days(clock, -40))
+    acc.push(refused | {"bucket_key": "u:fatura:1"})
+    check_invariants(client, namespace)
+    clock.advance("60d")
+    check_invariants(client, namespace, purged=True)
+    assert acc.ladders() == []
+    assert left() == base
 
 
 # --- as people meet it ------------------------------------------------------------------------------------------------
@@ -978,7 +1025,19 @@ def test_the_command_line_shows_starts_and_moves_them(
     assert program("ladder", "start", "nope", KEY).code == 2
     assert program("ladder", "start", "cobranca", KEY, "--anchor", "soon").code == 2
     assert program("ladder", "start", "cobranca", KEY, "--anchor", anchor, "--arg", "x").code == 2
+    assert program("ladder", "show", "zzz").err == "accumulator: ladder_id: is none of this namespace\n"
     assert "because    cash" in program("ladder", "show", again["ladder_id"]).out
+    # Of several, the one that runs is meant; where more than one does, it has to be named.
+    assert "started" in program(*start, "--start-id", "F-1").out
+    assert "was so before" not in program("ladder", "pause", KEY).out
+    assert program("ladder", "resume", KEY, "--start-id", "F-1").code == 0
+    assert "started" in program(*start, "--start-id", "F-2").out
+    several = program("ladder", "pause", KEY)
+    assert several.code == 2
+    assert "is one of cobranca F-1, cobranca F-2 here: name it with --ladder and --start-id" in several.err
+    assert program("ladder", "cancel", KEY, "--start-id", "F-2", "--reason", "x").code == 0
+    assert program("ladder", "cancel", KEY, "--ladder", "cobranca", "--reason", "x").code == 0
+    assert program("ladder", "pause", KEY, "--start-id", "F-9").out == f"{KEY}: there is no such ladder\n"
     assert "no ladder is escalated" in program("ladders", "--state", "escalated").out
     emission = live.ladder(again["ladder_id"]).timeline[-1].emission_id  # type: ignore[union-attr]
     assert "emitted  cancelled" in program("timeline", emission or "").out

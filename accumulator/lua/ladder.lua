@@ -2,7 +2,7 @@
 --   name, bucket, start (the start_id, where one was given), definition (version), anchor, args (JSON; in
 --   ladderargs:<ladder_id> where long), past ('send'|'skip'), escalates ('1' where its end has a step), began;
 --   state (running, paused, cancelled, exhausted, escalated), next (number of the step to come, from 1), ends (instant
---   after the final wait), emitted (how many emissions), turn (the emission whose turn it is), off ('1': the awaited
+--   after the final wait), wait (ms of that), emitted (how many emissions), turn (the emission whose turn it is), off ('1': the awaited
 --   event came, or it was cancelled: nothing that has not begun is executed), by (that event), cause;
 --   s1, s2 ...: '<instant> <stale_after ms|-> <name>' of the steps;
 --   notes and n1, n2 ...: the timeline, '<instant> <event> <number of the emission|-> <detail>'
@@ -24,7 +24,8 @@ local function load_ladder(id)
     f[flat[i]] = flat[i + 1]
   end
   local l = { id = id, key = prefix .. 'ladder:' .. id, fields = f, bucket = f.bucket, state = f.state, turn = f.turn }
-  l.next, l.ends, l.emitted, l.notes = tonumber(f.next), tonumber(f.ends), tonumber(f.emitted), tonumber(f.notes)
+  l.next, l.ends, l.wait, l.emitted, l.notes =
+    tonumber(f.next), tonumber(f.ends), tonumber(f.wait), tonumber(f.emitted), tonumber(f.notes)
   l.rules = policy_of(flow_of(l.bucket))
   return l
 end
@@ -35,6 +36,12 @@ local function ladder_step(l, number)
     local at, stale, name = match(text, '^(%d+) (%S+) (.*)$')
     return tonumber(at), tonumber(stale), name
   end
+end
+
+-- The final wait begins with the last step's instant; whoever was reminded later than that has all of it all the same.
+local function set_end(l, ends, last, sent)
+  l.wait = last and ends - last or 0
+  l.ends = math.max(ends, sent and sent + l.wait or 0)
 end
 
 local function note(l, event, emission, detail)
@@ -76,7 +83,7 @@ local function set_state(l, state)
 end
 
 local function save_ladder(l)
-  put('HSET', l.key, 'state', l.state, 'next', l.next, 'emitted', l.emitted, 'ends', l.ends)
+  put('HSET', l.key, 'state', l.state, 'next', l.next, 'emitted', l.emitted, 'ends', l.ends, 'wait', l.wait)
   if l.turn then
     put('HSET', l.key, 'turn', l.turn)
   end
@@ -122,6 +129,7 @@ local function advance(l, past)
       count('ladder:skipped')
     else
       emit(l, 'step', name, at)
+      l.ends = math.max(l.ends, now + l.wait)
     end
     l.next = l.next + 1
   end
@@ -205,10 +213,14 @@ local function purge_ladder(id)
   if not l then
     return false
   end
-  local again = 0
+  local again, unlisted = 0, {}
   for number = 1, l.emitted do
-    local state, since = unpack(call('HMGET', prefix .. 'manifest:' .. id .. 's' .. number, 'state', 'since'))
-    again = math.max(again, SETTLED[state] and since + l.rules.metadata_ttl or now + 3600000)
+    local m = load_manifest(id .. 's' .. number)
+    local since = call('HGET', m.name, 'since')
+    again = math.max(again, SETTLED[m.state] and since + l.rules.metadata_ttl or now + 3600000)
+    if m.state == 'discarded' then
+      unlisted[#unlisted + 1] = m -- where nobody took anything since, it is still in the list of what is ready
+    end
   end
   if again > now then
     put('ZADD', KEYS[1], again, 'y:' .. id)
@@ -224,6 +236,10 @@ local function purge_ladder(id)
     put('ZREM', KEYS[1], 'y:' .. id)
     if call('EXISTS', prefix .. 'bucket:' .. l.bucket) == 1 then
       put('ZADD', KEYS[1], now, 'r:' .. l.bucket)
+    end
+    commit()
+    for _, m in ipairs(unlisted) do
+      unready(m)
     end
   end
   commit()

@@ -130,7 +130,6 @@ end
 local id = window_id(now)
 local l = {
   id = id, key = prefix .. 'ladder:' .. id, bucket = key, next = 1, emitted = 0, notes = 0, rules = rules,
-  ends = tonumber(ARGV[14]) or now,
   fields = { name = name, start = start_id ~= '' and start_id or nil, past = ARGV[11], escalates = ARGV[13] },
 }
 local fields = {
@@ -152,6 +151,7 @@ for i = 2 * kinds + 1, #rest do
   l.fields['s' .. i - 2 * kinds] = rest[i]
   field('s' .. i - 2 * kinds, rest[i])
 end
+set_end(l, tonumber(ARGV[14]) or now, (ladder_step(l, #rest - 2 * kinds)))
 put_first('HSET', l.key, unpack(fields))
 put_first('HSET', index, own, id)
 if call('HEXISTS', prefix .. 'ladderdef:' .. name, version) == 0 then
