@@ -246,11 +246,11 @@ def test_what_can_not_be_started_is_refused(ready: Accumulator, clock: VirtualCl
         ready.start_ladder("daily", KEY, clock.instant)
     with pytest.raises(InvalidInput, match="state"):
         ready.ladders("gone")
-    with pytest.raises(InvalidInput, match="^ladder_id: is none of this namespace"):
+    with pytest.raises(InvalidInput, match=r"^ladder_id: is none of this namespace"):
         ready.ladder("zzz")
-    with pytest.raises(InvalidInput, match="^ladder_id: "):
+    with pytest.raises(InvalidInput, match=r"^ladder_id: "):
         ready.cancel_ladder("zzz", "x")
-    with pytest.raises(InvalidInput, match="^emission_id: "):
+    with pytest.raises(InvalidInput, match=r"^emission_id: "):
         ready.emission("z" * 20 + "s1")
     assert ready.ladders() == []
 
