@@ -348,7 +348,7 @@ def _judge_workers(workers: Sequence[WorkerSeen], sinks: Mapping[str, str], warn
 def _judge_ladders(
     workers: Sequence[WorkerSeen], sinks: Mapping[str, str], meta: Reply, prefixes: Sequence[str]
 ) -> Operation[list[str]]:
-    """A ladder whose steps no worker has a handler for, unless it is seen to run only in flows whose sink needs none."""
+    """Ladders whose steps no worker has a handler for, unless they are seen to run only where the sink needs none."""
     alive = [worker for worker in workers if worker.alive]
     able = {name for worker in alive if {"rq", "dispatcher", "runner"} & set(worker.roles) for name in worker.ladders}
     names = {name.decode().removeprefix("ladder:") for name, _ in as_pairs(meta) if name.startswith(b"ladder:")}

@@ -167,7 +167,20 @@ end
 
 -- An event is known in this bucket, for ladders that start later.
 local function note_known(b, at, kind, event_id)
-  put('HSETNX', prefix .. 'noticed:' .. b.key, kind, format('%d', at) .. ' ' .. event_id)
+  local noticed = prefix .. 'noticed:' .. b.key
+  if call('HEXISTS', noticed, kind) == 0 then
+    sure_of_absence(noticed)
+    put_first('HSETNX', noticed, kind, format('%d', at) .. ' ' .. event_id)
+  end
+end
+
+local function is_awaited(l, kind)
+  local definition = prefix .. 'ladderdef:' .. l.fields.name
+  if call('HEXISTS', definition, l.fields.definition .. ':on:' .. kind) == 1 then
+    return true
+  end
+  sure_of_absence(definition)
+  return false
 end
 
 -- An event was delivered to this bucket: it may be what ladders wait for.
@@ -179,8 +192,7 @@ local function notice(b, kind, event_id)
   for i = 1, #ladders, 2 do
     local id = match(ladders[i], '^ended:(.*)$') or ladders[i + 1]
     local l = not b.called_off[id] and load_ladder(id)
-    if l and l.state ~= 'cancelled'
-      and call('HEXISTS', prefix .. 'ladderdef:' .. l.fields.name, l.fields.definition .. ':on:' .. kind) == 1 then
+    if l and l.state ~= 'cancelled' and is_awaited(l, kind) then
       b.called_off[id] = true
       if not ENDED[l.state] then
         cancel_ladder(l, 'event', event_id)

@@ -33,12 +33,17 @@ if not rules then
   return redis.error_reply('NOPOLICY ' .. flow_of(key))
 end
 local there = call('HGET', index, own)
-if there then
-  local l = load_ladder(there)
+local l = there and load_ladder(there)
+if l then
   local arguments = l.fields.args or call('GET', prefix .. 'ladderargs:' .. there)
+  if not arguments then
+    sure_of_absence(prefix .. 'ladderargs:' .. there)
+  end
   local differs = arguments ~= ARGV[10] or (ARGV[9] == '1' and l.fields.anchor ~= ARGV[8])
   return { there, 'there', l.state, differs and '1' or '0' }
 end
+
+sure_of_absence(index)
 
 local rest, kinds = { unpack(ARGV, 16) }, tonumber(ARGV[15])
 
@@ -52,6 +57,9 @@ local function look_back()
       came, first = event_id, at
     end
   end
+  -- In one question, since each of these may be missing and mean something.
+  call('EXISTS', KEYS[1], prefix .. 'watched', prefix .. 'noticed:' .. key, prefix .. 'bucket:' .. key,
+    prefix .. 'events:' .. key, prefix .. 'manifests:' .. key, prefix .. 'reconcile')
   for i = 1, kinds do
     local at, event_id = match(call('HGET', prefix .. 'noticed:' .. key, rest[i]) or '', '^(%d+) (.*)$')
     if at then
@@ -93,6 +101,7 @@ local function look_back()
     repeat
       local page = call('ZRANGE', prefix .. 'manifests:' .. key, from, '+inf', 'BYSCORE', 'LIMIT', 0, 50, 'WITHSCORES')
       for i = 1, #page, 2 do
+        sure_of_absence(prefix .. 'events:' .. page[i])
         local opened = tonumber(call('HGET', prefix .. 'manifest:' .. page[i], 'opened') or 0)
         if opened > before or search(prefix .. 'events:' .. page[i], in_window) then
           return
@@ -128,7 +137,7 @@ local function look_back()
 end
 
 local id = window_id(now)
-local l = {
+l = {
   id = id, key = prefix .. 'ladder:' .. id, bucket = key, next = 1, emitted = 0, notes = 0, rules = rules,
   fields = { name = name, start = start_id ~= '' and start_id or nil, past = ARGV[11], escalates = ARGV[13] },
 }
@@ -155,6 +164,7 @@ set_end(l, tonumber(ARGV[14]) or now, (ladder_step(l, #rest - 2 * kinds)))
 put_first('HSET', l.key, unpack(fields))
 put_first('HSET', index, own, id)
 if call('HEXISTS', prefix .. 'ladderdef:' .. name, version) == 0 then
+  sure_of_absence(prefix .. 'ladderdef:' .. name)
   local definition = { version, ARGV[7] }
   for i = 1, kinds do
     definition[2 * i + 1], definition[2 * i + 2] = version .. ':on:' .. rest[i], 1
