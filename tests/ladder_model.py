@@ -36,6 +36,8 @@ def at_offset(anchor: int, offset: Any, zone: str) -> int:
         return anchor + ms(offset)
     local = (EPOCH + timedelta(milliseconds=anchor)).astimezone(ZoneInfo(zone))
     days = offset["days"] if isinstance(offset, dict) else ms(offset) // DAY
+    if offset in ("0d", "-0d"):
+        return anchor
     clock = time.fromisoformat(offset["at"]) if isinstance(offset, dict) else local.time()
     wanted = datetime.combine(local.date() + timedelta(days=days), clock)
     # Of two instants the first; of a local time that is skipped, as much later as the clock jumped.

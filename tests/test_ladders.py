@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import fakeredis
 import pytest
@@ -112,7 +113,11 @@ def test_a_name_is_checked_too() -> None:
         ("gt", 10, 11, True), ("gt", 10, 10, False), ("ge", 10, 10, True), ("lt", 10, 9.5, True), ("le", 10, 10, True),
         ("gt", 10, "11", False), ("gt", "a", "b", True), ("gt", 0, True, False), ("eq", "x", "x", True),
         ("eq", 1, True, False), ("ne", 1, 2, True), ("in", ["a", "b"], "b", True), ("in", ["a"], "c", False),
-        ("gt", 10, None, False),
+        ("gt", 10, None, False), ("ge", "a", 1, False), ("lt", 10, 10, False), ("lt", 10, "9", False),
+        ("le", 10, [9], False), ("le", True, 0, False), ("eq", 1, 1.0, True), ("eq", 1, "1", False),
+        ("eq", None, None, True), ("eq", [1], [1], True), ("ne", 1, 1, False), ("ne", 1, "1", True),
+        ("ne", 1, True, True), ("in", [1, 2], True, False), ("in", [1, 2], 2.0, True), ("in", ["1"], 1, False),
+        ("in", [{"a": 1}], {"a": 1}, True), ("gt", 2**63, 2**63 + 1, True), ("gt", "é", "z", False),
     ],
 )  # fmt: skip
 def test_conditions_are_data(op: str, value: Any, given: Any, holds: bool) -> None:
@@ -153,6 +158,57 @@ def test_days_keep_the_local_time_of_day() -> None:
     assert skipped.schedule(at(2026, 11, 1, 12), {}).steps[0].at == at(2026, 11, 1, 7, 30)
     twice = Ladder.load("x", {"timezone": "America/New_York", "steps": [STEP | {"offset": {"days": 0, "at": "01:30"}}]})
     assert twice.schedule(at(2026, 11, 1, 12), {}).steps[0].at == at(2026, 11, 1, 5, 30)  # the first of two
+
+
+ZONES = [
+    "UTC", "America/New_York", "America/Sao_Paulo", "America/Havana", "Africa/Cairo", "Africa/Casablanca",
+    "Asia/Gaza", "Asia/Tehran", "Asia/Kathmandu", "Australia/Lord_Howe", "Europe/Dublin", "Pacific/Apia",
+]  # fmt: skip
+
+
+def first_instant(local: datetime, zone: ZoneInfo) -> datetime:
+    """When a clock there first shows it; of a time that it never shows, as much later as it jumped."""
+    before, after = (
+        (local + timedelta(hours=hours)).replace(tzinfo=UTC).astimezone(zone).utcoffset() or timedelta()
+        for hours in (-30, 30)
+    )
+    instants = [(local - offset).replace(tzinfo=UTC) for offset in (before, after)]
+    shown = [one for one in instants if one.astimezone(zone).replace(tzinfo=None) == local]
+    return min(shown, default=instants[0])
+
+
+@pytest.mark.parametrize("name", ZONES)
+@pytest.mark.parametrize("days", [-3, 0, 3])
+def test_a_time_of_day_is_that_of_the_place_whatever_its_clock_does(name: str, days: int) -> None:
+    zone = ZoneInfo(name)
+    at = ["00:00", "00:30", "01:30", "02:00", "02:30", "03:30", "09:00", "23:30"]
+    steps = [{"name": f"s{n}", "offset": {"days": days, "at": one}} for n, one in enumerate(at)]
+    steps.append({"name": "same", "offset": f"{days}d"})
+    ladders = [Ladder.load("x", {"timezone": name, "steps": [step]}) for step in steps]
+    odd = 0
+    for year in (2011, 2018, 2026):
+        for day in range(365):
+            anchor = datetime(year, 1, 1, 12, 45, 1, 7000, tzinfo=zone) + timedelta(days=day)
+            there = anchor.replace(tzinfo=None) + timedelta(days=days)
+            if day % 30 and (anchor - timedelta(days=5)).utcoffset() == (anchor + timedelta(days=5)).utcoffset():
+                continue  # nothing happens to its clocks
+            wanted = [there.replace(hour=int(t[:2]), minute=int(t[3:]), second=0, microsecond=0) for t in at] + [there]
+            ms = round(anchor.timestamp() * 1000)
+            if anchor.astimezone(UTC).astimezone(zone).replace(tzinfo=None) != anchor.replace(tzinfo=None):
+                continue  # a day that is not in that calendar is nobody's anchor
+            found = [ladder.schedule(ms, {}).steps[0].at for ladder in ladders]
+            assert found == [round(first_instant(one, zone).timestamp() * 1000) for one in wanted]
+            odd += any(
+                datetime.fromtimestamp(one / 1000, zone).replace(tzinfo=None) != local
+                for one, local in zip(found[:-1], wanted[:-1], strict=True)
+            )
+    assert (odd > 0) == (name not in ("UTC", "Asia/Kathmandu"))
+
+
+def test_no_days_are_the_anchor_itself_also_in_the_hour_that_comes_twice() -> None:
+    second = int(datetime(2026, 11, 1, 6, 30, tzinfo=UTC).timestamp() * 1000)  # 01:30 in New York, for the second time
+    ladder = Ladder.load("x", {"timezone": "America/New_York", "steps": [STEP | {"offset": "0d"}], "final_wait": "0d"})
+    assert ladder.schedule(second, {}) == (((("s", second, None)),), second, False)
 
 
 def test_a_definition_is_versioned_and_a_running_ladder_keeps_its_own(
