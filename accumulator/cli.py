@@ -55,11 +55,13 @@ from accumulator.terminal import (
     KeyArgument,
     TenantOption,
     complain,
+    configured,
     connected,
     count_of,
     due_text,
     id_list,
     instant,
+    load_named,
     matches,
     plain,
     rough,
@@ -349,6 +351,8 @@ def _step_account(step: Mapping[str, Any], outcomes: Iterator[Mapping[str, Any]]
             given = dict(step[action])
             rest = " ".join(f"{name} {value}" for name, value in given.items() if name not in ("ladder", "bucket_key"))
             yield f"{action} {given['ladder']} {given['bucket_key']} {rest}"
+    if "ladder" in step:
+        yield f"ladder {', '.join(step['ladder'])} loaded"
     if "policy" in step:
         yield f"policy of {', '.join(step['policy'])} replaced"
     given = step.get("push", [])
@@ -471,19 +475,8 @@ def policy_load(
 
     Equal content is no new version.
     """
-    with connected(config) as (client, found):
-        if found is None:
-            raise InvalidSettings("config", "is not there: give --config FILE or set ACCUMULATOR_CONFIG")
-        wanted = flows or list(found.policies)
-        for flow in wanted:
-            if flow not in found.policies:
-                raise InvalidSettings(flow, "is no flow of the configuration file")
-        loaded = [client.load_policy(flow, found.policies[flow]) for flow in wanted]
-    if as_json:
-        for one in loaded:
-            say_json(one._asdict())
-    else:
-        say_table(("flow", "version", "outcome"), loaded, numbers=("version",))
+    with configured(config) as (client, found):
+        load_named(flows, found.policies, "flow", client.load_policy, as_json)
 
 
 @policy_app.command("show")

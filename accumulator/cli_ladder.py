@@ -10,7 +10,7 @@ import typer
 
 from accumulator.emission import STATES, Coming, Happened, LadderRun
 from accumulator.envelope import check_bucket_key
-from accumulator.errors import InvalidInput, InvalidSettings
+from accumulator.errors import InvalidInput
 from accumulator.ladder_operations import LadderMoved, Which
 from accumulator.terminal import (
     FAILED,
@@ -20,8 +20,10 @@ from accumulator.terminal import (
     KeyArgument,
     TenantOption,
     complain,
+    configured,
     connected,
     instant,
+    load_named,
     matches,
     plain,
     rough,
@@ -161,19 +163,8 @@ def load(
 
     Equal content is no new version.
     """
-    with connected(config) as (client, found):
-        if found is None:
-            raise InvalidSettings("config", "is not there: give --config FILE or set ACCUMULATOR_CONFIG")
-        wanted = names or list(found.ladders)
-        for name in wanted:
-            if name not in found.ladders:
-                raise InvalidSettings(name, "is no ladder of the configuration file")
-        loaded = [client.load_ladder(name, found.ladders[name]) for name in wanted]
-    if as_json:
-        for one in loaded:
-            say_json(one._asdict())
-    else:
-        say_table(("ladder", "version", "outcome"), loaded, numbers=("version",))
+    with configured(config) as (client, found):
+        load_named(names, found.ladders, "ladder", client.load_ladder, as_json)
 
 
 @ladder_app.command("start")
@@ -227,13 +218,17 @@ def _which(which: str, ladder: str | None, start_id: str | None) -> Which:
             raise typer.BadParameter("--ladder and --start-id go with a bucket key")
         return which
     key = check_bucket_key(which)
-    if ladder is None:
-        with connected() as (client, _):
-            there = {run.ladder for run in client.ladders(bucket_key=key)}
-        if len(there) > 1:
-            raise InvalidInput("ladder", f"is one of {', '.join(sorted(there))} here: name it with --ladder")
-        ladder = min(there, default="")
-    return (key, ladder) if start_id is None else (key, ladder, start_id)
+    with connected() as (client, _):
+        there = [
+            run
+            for run in client.ladders(bucket_key=key)
+            if ladder in (None, run.ladder) and start_id in (None, run.start_id)
+        ]
+    found = [run for run in there if not run.ended] or there[-1:]
+    if len(found) > 1:
+        several = ", ".join(f"{run.ladder} {run.start_id or ''}".strip() for run in found)
+        raise InvalidInput("ladder", f"is one of {several} here: name it with --ladder and --start-id, or by its id")
+    return found[0].ladder_id if found else (key, ladder or "", start_id or "")
 
 
 def _moved(which: str, moved: LadderMoved, done: str, as_json: bool) -> None:

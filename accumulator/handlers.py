@@ -302,6 +302,11 @@ def missing_step_handlers(ladders: Iterable[str]) -> list[str]:
     return sorted(name for name in ladders if (name, "step") not in _steps)
 
 
+def with_step_handler() -> list[str]:
+    """The ladders whose steps something runs, of what has been imported so far."""
+    return sorted(ladder for ladder, event in _steps if event == "step")
+
+
 def registered() -> Mapping[str, Handler]:
     """Flow → handler, of what has been imported so far."""
     return dict(_registry)

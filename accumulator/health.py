@@ -43,13 +43,14 @@ _SHOWN: Final = 5
 @dataclass(frozen=True)
 class WorkerSeen:
     """A worker's last sign of life, `age` ms ago: its roles, the flows it has handlers for, and those it has endpoints
-    for (``default`` stands for all that have none of their own)."""
+    for (``default`` stands for all that have none of their own), and the ladders whose steps it has a handler for."""
 
     worker_id: str
     age: int
     roles: tuple[str, ...]
     handlers: tuple[str, ...] = ()
     webhooks: tuple[str, ...] = ()
+    ladders: tuple[str, ...] = ()
 
     @property
     def alive(self) -> bool:
@@ -147,10 +148,15 @@ def _count(number: int, noun: str) -> str:
 
 
 def sign_of_life(
-    worker_id: str, roles: Iterable[str], handlers: Iterable[str] = (), webhooks: Iterable[str] = ()
+    worker_id: str,
+    roles: Iterable[str],
+    handlers: Iterable[str] = (),
+    webhooks: Iterable[str] = (),
+    ladders: Iterable[str] = (),
 ) -> str:
     """What stands for a worker in ``<ns>:workers``; it stays the same as long as the worker lives."""
     told = {"id": worker_id, "roles": sorted(roles), "handlers": sorted(handlers), "webhooks": sorted(webhooks)}
+    told["ladders"] = sorted(ladders)
     return orjson.dumps(told).decode()
 
 
@@ -179,7 +185,7 @@ def _workers(pairs: Iterable[tuple[Any, Any]], now: int) -> Iterator[WorkerSeen]
             yield WorkerSeen(
                 str(told["id"]),
                 max(0, now - int(float(at))),
-                *(tuple(map(str, told[name])) for name in ("roles", "handlers", "webhooks")),
+                *(tuple(map(str, told[name])) for name in ("roles", "handlers", "webhooks", "ladders")),
             )
         except (ValueError, KeyError, TypeError):
             continue  # of a release that tells it otherwise, or `clock`
@@ -243,6 +249,7 @@ def read_health(
         if name.startswith(b"flow:")
     }
     problems += _judge_workers(workers, sinks, warnings)
+    problems += yield from _judge_ladders(workers, sinks, replies[1], prefixes)
 
     columns = yield from _columns(prefixes, now)
     late, ahead = columns.total("late"), columns.scores("opened") + columns.scores("sealed")
@@ -336,6 +343,32 @@ def _judge_workers(workers: Sequence[WorkerSeen], sinks: Mapping[str, str], warn
             warnings.append(f"no worker that is alive has {what} for flows without a policy of their own (sink {sink})")
         if without:
             yield f"no worker that is alive has {what} for flow {_some(without)} (sink {sink})"
+
+
+def _judge_ladders(
+    workers: Sequence[WorkerSeen], sinks: Mapping[str, str], meta: Reply, prefixes: Sequence[str]
+) -> Operation[list[str]]:
+    """Ladders whose steps no worker has a handler for, unless they are seen to run only where the sink needs none."""
+    alive = [worker for worker in workers if worker.alive]
+    able = {name for worker in alive if {"rq", "dispatcher", "runner"} & set(worker.roles) for name in worker.ladders}
+    names = {name.decode().removeprefix("ladder:") for name, _ in as_pairs(meta) if name.startswith(b"ladder:")}
+    without = names - able
+    if not alive or not without or not set(sinks.values()) & {"rq", "direct"}:
+        return []
+    spared: set[str] = set()
+    if set(sinks.values()) - {"rq", "direct"}:
+        listed = yield [Call(("ZRANGE", keys.ladders(prefix, "running"), 0, _SAMPLE - 1)) for prefix in prefixes]
+        runs = [(prefix, one.decode()) for prefix, reply in zip(prefixes, listed, strict=True) for one in answer(reply)]
+        facts = yield [Call(("HMGET", keys.ladder(prefix, one), "name", "bucket")) for prefix, one in runs]
+        needing: set[str] = set()
+        for name, bucket in (answer(reply) for reply in facts):
+            if name is not None:
+                flow = bucket.decode().split(":", 2)[1]
+                needs = sinks.get(flow, sinks.get("default")) in ("rq", "direct")
+                (needing if needs else spared).add(name.decode())
+        spared -= needing
+    without -= spared
+    return [f"no worker that is alive has a step handler for ladder {_some(without)}"] if without else []
 
 
 class _Columns(dict[str, list[Reply]]):

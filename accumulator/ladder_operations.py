@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+import orjson
+
 from accumulator import keys
 from accumulator.emission import STATES, Emission, LadderRun, is_emission, read_emission, read_run
 from accumulator.envelope import check_bucket_key, parse_instant
@@ -65,7 +67,7 @@ class LadderOperations:
     def prefix_of(self, bucket_key: str) -> str:
         raise NotImplementedError
 
-    def prefix_of_window(self, window_id: str) -> str:
+    def prefix_of_window(self, window_id: str, field: str = ...) -> str:
         raise NotImplementedError
 
     def now(self) -> Operation[int]:
@@ -81,11 +83,8 @@ class LadderOperations:
         already, that is kept."""
         yield from self.connect()
         meta = keys.meta(self.namespace)
-        if ladder.cancel_on:
-            # First of all: from the moment on that it can be started, no awaited event goes unnoticed.
-            pairs = [part for kind in ladder.cancel_on for part in (kind, 1)]
-            for reply in (yield [Call(("HSET", keys.watched(prefix), *pairs)) for prefix in self.prefixes]):
-                answer(reply)
+        # First of all: from the moment on that it can be started, no awaited event goes unnoticed.
+        yield from self._watch(ladder.cancel_on)
         replies = yield [
             Call.run("number_policy", meta, f"ladder:{ladder.name}", ladder.options, "1" if only_new else "0")
         ]
@@ -95,9 +94,12 @@ class LadderOperations:
     def watch(self) -> Operation[None]:
         """Has every partition notice the events that cancel any ladder, also one that lost its list of them."""
         definitions = yield from self.ladder_definitions()
-        pairs = [part for _, ladder in definitions.values() for kind in ladder.cancel_on for part in (kind, 1)]
-        if pairs:
-            for reply in (yield [Call(("HSET", keys.watched(prefix), *pairs)) for prefix in self.prefixes]):
+        yield from self._watch(sorted({kind for _, ladder in definitions.values() for kind in ladder.cancel_on}))
+
+    def _watch(self, kinds: Sequence[str]) -> Operation[None]:
+        for start in range(0, len(kinds), _PAGE):
+            page = kinds[start : start + _PAGE]
+            for reply in (yield [self._script("watch", prefix, *page) for prefix in self.prefixes]):
                 answer(reply)
 
     def ladder_definitions(self) -> Operation[dict[str, tuple[int, Ladder]]]:
@@ -155,7 +157,7 @@ class LadderOperations:
                 "start_ladder", self.prefix_of(bucket_key), self._nonce(12), bucket_key, name, start_id or "", version,
                 ladder.options, anchor, "1" if given else "0", arguments, ladder.past, "1" if ignore_earlier else "0",
                 "1" if ladder.escalates else "0", "" if schedule.now else schedule.ends, len(ladder.cancel_on),
-                *ladder.cancel_on,
+                *ladder.cancel_on, *(orjson.dumps(kind).decode() for kind in ladder.cancel_on),
                 *(f"{s.at} {'-' if s.stale_after is None else s.stale_after} {s.name}" for s in schedule.steps),
             )
         ]  # fmt: skip
@@ -196,7 +198,7 @@ class LadderOperations:
         ladder_id = yield from self._find(which)
         if ladder_id is None:
             return LadderMoved(None, "missing", None)
-        prefix = self.prefix_of_window(ladder_id)
+        prefix = self.prefix_of_window(ladder_id, "ladder_id")
         replies = yield [self._script("move_ladder", prefix, ladder_id, action, detail, ends, *at)]
         outcome, state = (part.decode() for part in answer(replies[0]))
         return LadderMoved(ladder_id if state else None, outcome, state or None)
@@ -231,7 +233,7 @@ class LadderOperations:
         ladder_id = yield from self._find(which)
         if ladder_id is None:
             return None
-        prefix = self.prefix_of_window(ladder_id)
+        prefix = self.prefix_of_window(ladder_id, "ladder_id")
         replies = yield [
             Call(("HGETALL", keys.ladder(prefix, ladder_id))),
             Call(("GET", keys.ladderargs(prefix, ladder_id))),
@@ -290,7 +292,7 @@ class LadderOperations:
             raise InvalidInput("emission_id", f"must be text, not {type(emission_id).__name__}")
         if not is_emission(emission_id):
             return None
-        prefix = self.prefix_of_window(emission_id)
+        prefix = self.prefix_of_window(emission_id, "emission_id")
         replies = yield [Call(("HGETALL", keys.manifest(prefix, emission_id)))]
         fields = dict(as_pairs(replies[0]))
         if not fields:
@@ -309,7 +311,7 @@ class LadderOperations:
         """As :meth:`Operations.begin`, of an emission: the state it is in, and itself where the attempt was granted.
         Refused for good where the awaited event has come."""
         yield from self.connect()
-        prefix = self.prefix_of_window(emission_id)
+        prefix = self.prefix_of_window(emission_id, "emission_id")
         replies = yield [
             self._script("begin", prefix, token, emission_id, attempt, lease_ms, most, f"{pause[0]} {pause[1]}")
         ]

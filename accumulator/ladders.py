@@ -53,8 +53,8 @@ _STEP: Final = frozenset({"name", "offset", "when", "stale_after"})
 
 
 class Condition(NamedTuple):
-    """``{arg, op, value}``: whether the argument `arg` stands so to `value`. An argument that is missing, or of another
-    type, never does."""
+    """``{arg, op, value}``: whether the argument `arg` stands so to `value`. One that is missing never does; one of
+    another type is not equal, nor above or below."""
 
     arg: str
     op: Literal["eq", "ne", "gt", "ge", "lt", "le", "in"]
@@ -66,14 +66,14 @@ class Condition(NamedTuple):
             return False
         given = args[self.arg]
         if self.op == "eq":
-            return bool(given == self.value and isinstance(given, bool) == isinstance(self.value, bool))
+            return _equal(given, self.value)
         if self.op == "ne":
-            return bool(given != self.value)
+            return not _equal(given, self.value)
         if self.op == "in":
-            return given in self.value
+            return any(_equal(given, value) for value in self.value)
         number = isinstance(given, int | float) and isinstance(self.value, int | float)
         text = isinstance(given, str) and isinstance(self.value, str)
-        if isinstance(given, bool) or not (number or text):
+        if isinstance(given, bool) or isinstance(self.value, bool) or not (number or text):
             return False
         return bool(
             {
@@ -83,6 +83,11 @@ class Condition(NamedTuple):
                 "le": given <= self.value,
             }[self.op]
         )
+
+
+def _equal(given: object, value: object) -> bool:
+    """Equal as JSON has it: true is not 1."""
+    return given == value and isinstance(given, bool) == isinstance(value, bool)
 
 
 class Offset(NamedTuple):
@@ -171,6 +176,8 @@ class Ladder(NamedTuple):
     def _instant(self, anchor_ms: int, offset: Offset) -> int:
         if offset.ms is not None:
             return anchor_ms + offset.ms
+        if offset.days == 0 and offset.at is None:
+            return anchor_ms  # also where its local time comes twice and this is the second
         zone = ZoneInfo(self.timezone)
         local = (_EPOCH + timedelta(milliseconds=anchor_ms)).astimezone(zone).replace(tzinfo=None)
         local += timedelta(days=offset.days)

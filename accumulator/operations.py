@@ -422,15 +422,15 @@ class Operations(LadderOperations):
     def prefix_of(self, bucket_key: str) -> str:
         return self.prefixes[keys.partition_of(bucket_key, self.partitions)]
 
-    def prefix_of_window(self, window_id: str) -> str:
-        """A window id names its partition; one that no release made is refused."""
+    def prefix_of_window(self, window_id: str, field: str = "window_id") -> str:
+        """A window id names its partition, and so does a ladder's; one that no release made is refused."""
         text = str(window_id)  # a caller without types may give anything
         if text.isascii() and text.isalnum() and len(text) >= 20:
             try:
                 return self.prefixes[int(text[11:14], 16)]
             except (ValueError, IndexError):
                 pass
-        raise InvalidInput("window_id", "is none of this namespace")
+        raise InvalidInput(field, "is none of this namespace")
 
     def _now(self) -> int | str:
         return "" if self._clock is None else self._clock()

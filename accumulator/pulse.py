@@ -8,14 +8,14 @@ from contextlib import suppress
 
 from accumulator.client import Accumulator
 from accumulator.errors import AccumulatorError
-from accumulator.handlers import registered
+from accumulator.handlers import registered, with_step_handler
 from accumulator.health import BEAT, sign_of_life
 from accumulator.role import Role
 
 
 class Pulse(Role):
-    """Tells every few seconds that a worker with these `roles` runs, which flows it has handlers for (those that are
-    registered when this is made), and endpoints for (`webhooks`).
+    """Tells every few seconds that a worker with these `roles` runs, which flows and ladders it has handlers for (those
+    that are registered when this is made), and endpoints for (`webhooks`).
 
     It says nothing of a server that is away: the other roles do.
     """
@@ -24,7 +24,7 @@ class Pulse(Role):
 
     def __init__(self, accumulator: Accumulator, roles: Iterable[str], webhooks: Iterable[str] = ()) -> None:
         super().__init__(accumulator)
-        self._sign = sign_of_life(secrets.token_hex(6), roles, registered(), webhooks)
+        self._sign = sign_of_life(secrets.token_hex(6), roles, registered(), webhooks, with_step_handler())
 
     def step(self) -> None:
         with suppress(AccumulatorError):

@@ -33,6 +33,7 @@ NAMES = (
     "start_ladder",
     "take",
     "tick",
+    "watch",
 )
 
 

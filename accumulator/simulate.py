@@ -37,7 +37,7 @@ LADDER_STEPS: Final = {
     "pause_ladder": ("start_id",),
     "resume_ladder": ("start_id",),
 }
-_ACTIONS: Final = ("push", "flush", "hold", "retract", "policy", *LADDER_STEPS)
+_ACTIONS: Final = ("push", "flush", "hold", "retract", "policy", "ladder", *LADDER_STEPS)
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _MS: Final = timedelta(milliseconds=1)
 _EARLIEST: Final = datetime(1980, 1, 1, tzinfo=UTC)
@@ -120,13 +120,14 @@ def _policies(given: object, index: int | None = None) -> dict[str, Policy]:
         raise InvalidScenario(field, str(problem), index) from None
 
 
-def _ladders(given: object) -> dict[str, Ladder]:
+def _ladders(given: object, index: int | None = None) -> dict[str, Ladder]:
+    field = "ladders" if index is None else "ladder"
     try:
-        return {name: Ladder.load(name, options) for name, options in _mapping(given, "ladders").items()}
+        return {name: Ladder.load(name, options) for name, options in _mapping(given, field, index).items()}
     except InvalidScenario:
         raise
     except InvalidInput as problem:
-        raise InvalidScenario("ladders", str(problem)) from None
+        raise InvalidScenario(field, str(problem), index) from None
 
 
 def _event(given: object, step: int, start: int, at: int) -> Event:
@@ -170,6 +171,7 @@ class _Run:
         self.store = store
         self.receipts: list[tuple[Event, Receipt]] = []
         self.started: dict[str, int] = {}  # ladder id → how much of its timeline was told
+        self.has_ladders = "ladders" in scenario
         self.ladder_events: list[dict[str, Any]] = []
         self.down = [
             (self.start + _span(a, "workers_down"), self.start + _span(b, "workers_down"))
@@ -226,6 +228,10 @@ class _Run:
             elif action == "policy":
                 for flow, policy in _policies(given, index).items():
                     self._load(flow, policy)
+            elif action == "ladder":
+                self.has_ladders = True
+                for name, ladder in _ladders(given, index).items():
+                    self.accumulator.load_ladder(name, ladder)
             elif action in LADDER_STEPS:
                 self._move(index, action, _mapping(given, action, index))
             else:
@@ -405,7 +411,7 @@ class _Run:
                 "closed": total("closed"),
             },
         }
-        if "ladders" in self.scenario:
+        if self.has_ladders:
             answer["ladder_events"] = self.ladder_events
         return answer
 

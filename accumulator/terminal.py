@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeVar
 
 import typer
 from rich.console import Console
@@ -20,8 +20,12 @@ from rich.text import Text
 
 from accumulator.client import Accumulator
 from accumulator.envelope import check_bucket_key, check_event_id
-from accumulator.errors import AccumulatorError, InvalidInput
+from accumulator.errors import AccumulatorError, InvalidInput, InvalidSettings
+from accumulator.ladder_operations import LoadedLadder
+from accumulator.operations import LoadedPolicy
 from accumulator.settings import Config, Settings, find_config
+
+T = TypeVar("T")
 
 FAILED: Final = 1
 WRONG: Final = 2
@@ -139,6 +143,35 @@ def connected(config: Path | None = None) -> Iterator[tuple[Accumulator, Config 
     found = find_config(settings, config)
     with Accumulator.from_settings(settings.with_config(found) if found else settings) as client:
         yield client, found
+
+
+@contextmanager
+def configured(config: Path | None) -> Iterator[tuple[Accumulator, Config]]:
+    """The same for what needs a configuration file. Raises InvalidSettings where there is none."""
+    with connected(config) as (client, found):
+        if found is None:
+            raise InvalidSettings("config", "is not there: give --config FILE or set ACCUMULATOR_CONFIG")
+        yield client, found
+
+
+def load_named(
+    names: Sequence[str] | None,
+    there: Mapping[str, T],
+    what: str,
+    load: Callable[[str, T], LoadedPolicy | LoadedLadder],
+    as_json: bool,
+) -> None:
+    """Loads those of the configuration file's flows or ladders (`what`) that are named, or all, and says what became of
+    each. Raises InvalidSettings where one is not there, before any is loaded."""
+    for name in names or ():
+        if name not in there:
+            raise InvalidSettings(name, f"is no {what} of the configuration file")
+    loaded = [load(name, there[name]) for name in names or there]
+    if as_json:
+        for one in loaded:
+            say_json(one._asdict())
+    else:
+        say_table((what, "version", "outcome"), loaded, numbers=("version",))
 
 
 def typed_key(value: str) -> str:

@@ -1,9 +1,9 @@
 """`make chaos`: workers and their server die by SIGKILL, over and over, and each manifest's effect happens once.
 
-Producers push events of many buckets while processes are killed at every step between a window's closing and its
-manifest's confirmation, and at random moments. What is judged are two things only: what the producers were answered,
-and the log of the world outside (tests/chaos_handlers.py). Then 20,000 manifests wait for nobody, and windows must be
-closed as soon as without them.
+Producers push events of many buckets, start reminder ladders, move and pay them, while processes are killed at every
+step between a window's closing, or a reminder's instant, and its confirmation, and at random moments. What is judged
+are two things only: what the producers were answered, and the logs of the world outside (tests/chaos_handlers.py).
+Then 20,000 manifests wait for nobody, and windows must be closed as soon as without them.
 """
 
 from __future__ import annotations
@@ -17,22 +17,28 @@ import statistics
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import count
 from pathlib import Path
 from time import monotonic
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from accumulator.client import Accumulator
 from accumulator.embedded import EmbeddedServer, ServerBinary, find_servers, wheel_server
 from accumulator.errors import ServerError
 from accumulator.operations import Outcome, Receipt
-from tests.chaos_handlers import POLICIES, STEPS, WINDOWS, World, work
+from tests.chaos_handlers import LADDER, LADDER_FLOWS, POLICIES, STEPS, WINDOWS, World, work
+
+T = TypeVar("T")
 
 TENANTS: Final = ("aurora", "boreal")
+REMINDING: Final = ("cobre", "delta")
+"""Tenants of ladders: served in turn with the others, whose windows may wait in great number."""
 OBJECTS: Final = 6
 """Buckets of each tenant and flow."""
 FLEET: Final = ("closer", "dispatcher", "runner", "closer dispatcher runner", "rq", "rq")
@@ -40,6 +46,8 @@ FLEET: Final = ("closer", "dispatcher", "runner", "closer dispatcher runner", "r
 MOST_WAITING: Final = {"direct": 80, "rq": 20}
 """Windows of a sink without an effect beyond which producers push no more to it: the end is near when the kills are
 over, and a job of RQ takes its time."""
+MOST_REMINDED: Final = 12
+"""Ladders that run, beyond which no other is started."""
 TURNS: Final = 3
 """Runs of windows without, and with, manifests that wait."""
 TO_SETTLE: Final = 90.0
@@ -117,6 +125,50 @@ def check(answers: Iterable[Answer], log: Iterable[str]) -> list[str]:
     return problems
 
 
+class Reminded(NamedTuple):
+    """A ladder as the server has it in the end: its `state` and since when (ms). `paid_at`: when its payment was
+    answered, None where there was none."""
+
+    ladder_id: str
+    state: str
+    since: int
+    paid_at: int | None
+
+
+def check_ladders(ladders: Iterable[Reminded], log: Iterable[str]) -> list[str]:
+    """What does not hold of ladders, a line each. `log` has a JSON object for each beginning of a handler, and one with
+    `key` for each reminder that was sent: `ladder`, `what` (a step, ``cancelled`` or ``escalate``), `begun` (ms)."""
+    steps = [step["name"] for step in LADDER["steps"]]
+    problems = []
+    sent: defaultdict[str, list[str]] = defaultdict(list)
+    begun: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
+    for line in log:
+        told = json.loads(line)
+        if "key" in told:
+            sent[told["ladder"]].append(told["what"])
+        elif told["what"] != "cancelled":
+            begun[told["ladder"]].append((told["what"], told["begun"]))
+    for ladder_id, state, since, paid_at in ladders:
+        got = sent.pop(ladder_id, [])
+        if state == "escalated":
+            wanted = [*steps, "escalate"]
+            if paid_at is not None:  # it was over, or what was not yet begun is left out
+                wanted = wanted[: len(got)]
+        else:
+            wanted = [*steps[: max(len(got) - 1, 0)], "cancelled"]
+        if got != wanted:
+            problems.append(f"{ladder_id}: {state}, and {got} was sent")
+        if state not in ("escalated", "cancelled"):
+            problems.append(f"{ladder_id}: is {state}")
+        if paid_at is not None:
+            if since > paid_at:
+                problems.append(f"{ladder_id}: {state} after its payment was answered")
+            late = [what for what, at in begun[ladder_id] if at > paid_at]
+            problems += [f"{ladder_id}: {what} began after its payment was answered" for what in late]
+    problems += [f"{ladder_id}: nobody started it" for ladder_id in sent]
+    return problems
+
+
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
@@ -188,8 +240,10 @@ class Chaos:
         self.world = World(folder)
         self.world.traps.mkdir()
         self.world.outside.touch()
+        self.world.reminders.touch()
         self.world.kills.touch()
         self.answers: dict[str, Answer] = {}
+        self.ladders: dict[str, int | None] = {}  # ladder id → when its payment was answered, if there was one
         self.problems: list[str] = []
         self.struck: Counter[str] = Counter()
         self.restarts = 0
@@ -198,8 +252,10 @@ class Chaos:
         self._to_set: list[tuple[str, str]] = []
         self._windows: dict[str, set[tuple[str, int | None]]] = {"direct": set(), "rq": set()}
         self._done: dict[str, set[tuple[str, int | None]]] = {"direct": set(), "rq": set()}
-        self._read = 0  # bytes of the world's log
+        self._read: Counter[Path] = Counter()  # bytes of the world's logs
         self._effects = 0
+        self._reminders = 0
+        self._over: set[str] = set()
         self._closing = threading.Event()
         self._seed = seed
 
@@ -213,8 +269,10 @@ class Chaos:
             self._note_server()
             for flow, policy in POLICIES.items():
                 accumulator.load_policy(flow, WINDOWS | policy)
+            accumulator.load_ladder("dunning", LADDER)
             self._fleet = [self._process(roles) for roles in FLEET]
-            producers = [threading.Thread(target=self._produce, args=(n,), daemon=True) for n in range(2)]
+            jobs = ((self._push_on, 0), (self._push_on, 1), (self._remind_on, 2))
+            producers = [threading.Thread(target=self._produce, args=job, daemon=True) for job in jobs]
             for producer in producers:
                 producer.start()
             try:
@@ -266,16 +324,26 @@ class Chaos:
         return self.accumulator.store.perform(self.accumulator.operations.health()).unsettled
 
     def _follow(self) -> None:
-        """Reads on in the world's log."""
-        with self.world.outside.open("rb") as log:
-            log.seek(self._read)
-            text = log.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._read += len(whole)
-        for line in whole.splitlines():
-            call = json.loads(line)
+        """Reads on in the world's logs."""
+        for call in self._news(self.world.outside):
             self._effects += 1
             self._done[_sink(call["bucket"])].update((call["bucket"], version) for _, version, _ in call["windows"])
+        for call in self._news(self.world.reminders):
+            self._reminders += "key" in call
+            if call["what"] in ("cancelled", "escalate"):
+                self._over.add(call["ladder"])
+
+    def _news(self, path: Path) -> Iterator[dict[str, Any]]:
+        with path.open("rb") as log:
+            log.seek(self._read[path])
+            text = log.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read[path] += len(whole)
+        yield from map(json.loads, whole.splitlines())
+
+    def _reminding(self) -> int:
+        """Ladders that are neither paid nor over."""
+        return sum(paid is None and ladder_id not in self._over for ladder_id, paid in [*self.ladders.items()])
 
     def _waiting(self, sink: str) -> int:
         """Windows, open or closed, that had no effect yet."""
@@ -316,7 +384,8 @@ class Chaos:
         waiting = " and ".join(f"{self._waiting(sink)} {sink}" for sink in self._windows)
         print(
             f"  {kills:5} of {self.rounds} kills ({kills / seconds:4.1f}/s), server back {self.restarts} times; "
-            f"{len(self.answers)} events answered, {self._effects} effects, {waiting} windows wait",
+            f"{len(self.answers)} events answered, {self._effects} effects, {waiting} windows wait; "
+            f"{len(self.ladders)} ladders, {self._reminders} reminders",
             flush=True,
         )
 
@@ -363,10 +432,10 @@ class Chaos:
 
     # --- pushing ---
 
-    def _produce(self, number: int) -> None:
+    def _produce(self, job: Callable[[Accumulator, int], None], number: int) -> None:
         try:
             with Accumulator(self.server.url, namespace=self.NAMESPACE) as accumulator:
-                self._push_on(accumulator, number)
+                job(accumulator, number)
         except Exception as problem:
             self.problems.append(f"a producer failed: {type(problem).__name__}: {problem}")
             raise
@@ -381,7 +450,15 @@ class Chaos:
             if not flows:
                 _pause(0.05)
                 continue
-            batch = [self._event(chance, next(names), flows) for _ in range(chance.choice((1, 1, 2, 5)))]
+            batch = [
+                self._event(
+                    chance,
+                    next(names),
+                    f"{chance.choice(TENANTS)}:{chance.choice(flows)}:{chance.randrange(OBJECTS)}",
+                    "end" if chance.random() < 0.2 else "item",
+                )
+                for _ in range(chance.choice((1, 1, 2, 5)))
+            ]
             if sent and chance.random() < 0.1:
                 batch.append(chance.choice(sent))  # a delivery twice
             self._deliver(accumulator, batch)
@@ -391,11 +468,53 @@ class Chaos:
                     accumulator.flush(batch[0]["bucket_key"])
             _pause(chance.expovariate(60))
 
-    def _event(self, chance: random.Random, name: str, flows: Sequence[str]) -> dict[str, Any]:
+    def _remind_on(self, accumulator: Accumulator, number: int) -> None:
+        """Ladders, each in a bucket of its own, started, moved, held, paid; asked again where no answer came."""
+        chance = random.Random(self._seed * 10 + number)
+        unpaid: list[tuple[str, str]] = []  # ladder id, bucket
+
+        def until_answered(call: Callable[[], T]) -> T:
+            while True:
+                try:
+                    return call()
+                except ServerError:
+                    _pause(0.02)
+
+        for n in count():
+            if self._closing.is_set():
+                break
+            if self._reminding() < MOST_REMINDED:
+                bucket = f"{chance.choice(REMINDING)}:{chance.choice(LADDER_FLOWS)}:L{n}"
+                start = partial(accumulator.start_ladder, "dunning", bucket, start_id="one")
+                ladder_id = until_answered(start).ladder_id
+                self.ladders[ladder_id] = None
+                unpaid.append((ladder_id, bucket))
+                if until_answered(start).ladder_id != ladder_id:
+                    self.problems.append(f"{bucket}: the same start started another ladder")
+            _pause(chance.expovariate(8))
+            if not unpaid:
+                continue
+            ladder_id, bucket = unpaid.pop(chance.randrange(len(unpaid)))
+            act = chance.choice(("pay", "pay", "move", "move", "hold", "leave"))
+            if act == "pay":
+                self._deliver(accumulator, [self._event(chance, f"p{number}-{n}", bucket, "paid")])
+                self.ladders[ladder_id] = int(time.time() * 1000)
+                continue
+            if act == "move":
+                anchor = datetime.now(UTC) + timedelta(milliseconds=chance.randint(-1500, 500))
+                until_answered(partial(accumulator.reschedule_ladder, ladder_id, anchor))
+            elif act == "hold":
+                until_answered(partial(accumulator.pause_ladder, ladder_id))
+                _pause(chance.uniform(0, 0.3))
+                until_answered(partial(accumulator.resume_ladder, ladder_id))
+            if act != "leave":
+                unpaid.append((ladder_id, bucket))
+
+    def _event(self, chance: random.Random, name: str, bucket: str, kind: str) -> dict[str, Any]:
         return {
             "event_id": name,
-            "bucket_key": f"{chance.choice(TENANTS)}:{chance.choice(flows)}:{chance.randrange(OBJECTS)}",
-            "kind": "end" if chance.random() < 0.2 else "item",
+            "bucket_key": bucket,
+            "kind": kind,
             "source": "chaos",
             "occurred_at": datetime.now(UTC),
             "payload": {"n": name},
@@ -439,7 +558,8 @@ class Chaos:
         began = monotonic()
 
         def settled() -> bool:
-            return not self.accumulator.open_buckets() and self._unsettled() == 0
+            waits = self.accumulator.open_buckets() or self.accumulator.ladders("running")
+            return not waits and self._unsettled() == 0
 
         if self._until(settled, TO_SETTLE, "every manifest is confirmed"):
             print(f"  all is settled {monotonic() - began:.1f} s after the last kill", flush=True)
@@ -447,6 +567,11 @@ class Chaos:
     def _judge(self) -> None:
         log = self.world.outside.read_text().splitlines()
         self.problems += check(self.answers.values(), log)
+        runs = {run.ladder_id: run for run in self.accumulator.ladders()}
+        missing = self.ladders.keys() - runs
+        self.problems += [f"{ladder_id}: the ladder is gone" for ladder_id in missing]
+        seen = [Reminded(i, runs[i].state, runs[i].since, at) for i, at in self.ladders.items() if i in runs]
+        self.problems += check_ladders(seen, self.world.reminders.read_text().splitlines())
         operations, perform = self.accumulator.operations, self.accumulator.store.perform
         waiting = perform(operations.attention())
         self.problems += [f"{window_id} waits for a person: {self._tell(window_id)}" for window_id in waiting[:10]]

@@ -26,8 +26,8 @@ import rq
 
 from accumulator import logs, rq_sink, runner, scripts
 from accumulator.client import Accumulator
-from accumulator.context import Context
-from accumulator.handlers import NotDone, Stages, handler
+from accumulator.context import Context, StepContext
+from accumulator.handlers import NotDone, Stages, handler, on_cancelled, on_escalated, step_handler
 from accumulator.settings import Config, Settings
 from accumulator.store import Commands, Reply, Store
 from accumulator.worker import Worker
@@ -53,6 +53,16 @@ POLICIES: Final[dict[str, dict[str, Any]]] = {
 """Flow → what its policy has beside WINDOWS."""
 WINDOWS: Final[dict[str, Any]] = {"inactivity": "150ms", "max_age": "2s", "max_events": 4, "terminal_kinds": ["end"]}
 
+LADDER: Final[dict[str, Any]] = {
+    "anchor": "start",
+    "steps": [{"name": f"s{n}", "offset": f"{300 * n}ms"} for n in range(4)],
+    "cancel_on": ["paid"],
+    "final_wait": "300ms",
+    "escalate": True,
+}
+"""Runs in buckets of the flows that LADDER_FLOWS names, one for each sink."""
+LADDER_FLOWS: Final = ("plain", "rq-plain")
+
 TIMEOUT: Final = 1000
 """ms that a handler may take; all of them take a few."""
 STALL: Final = 2.5
@@ -68,6 +78,7 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.outside = folder / "outside.log"
+        self.reminders = folder / "reminders.log"
         self.kills = folder / "kills.log"
         self.errors = folder / "errors.log"
         self.server = folder / "server.pid"
@@ -127,17 +138,21 @@ def _pass(step: str, when: str) -> None:
 def happened(key: str) -> bool:
     """Whether a call was made under that key."""
     _pass("verify", "before")
-    found = b'"key": "%s"' % key.encode() in World(_folder).outside.read_bytes()
+    world, said = World(_folder), b'"key": "%s"' % key.encode()
+    found = any(said in log.read_bytes() for log in (world.outside, world.reminders))
     _pass("verify", "after")
     return found
 
 
-def _call(ctx: Context, key: str, only: str | None = None) -> None:
-    """One call to the world outside, for all that is handed over or for one event id `only`."""
-    begun = ctx.manifest.timeline[-1][0]
+def _be_in_time(begun: int) -> None:
     if time.time() * 1000 - begun > IN_TIME:
         # Whoever takes over asks whether it happened, and that must be final.
         raise NotDone
+
+
+def _call(ctx: Context, key: str, only: str | None = None) -> None:
+    """One call to the world outside, for all that is handed over or for one event id `only`."""
+    _be_in_time(ctx.manifest.timeline[-1][0])
     windows = [
         [m.window_id, m.window_version, [e.event.event_id for e in m.events if only in (None, e.event.event_id)]]
         for m in ctx.manifests
@@ -218,6 +233,25 @@ class Staged(Stages):
         return happened(f"{ctx.window_id}:execute")
 
 
+@step_handler("dunning", **_OPTIONS)
+@on_cancelled("dunning", **_OPTIONS)
+@on_escalated("dunning", **_OPTIONS)
+def remind(ctx: StepContext) -> None:
+    """A line when it begins, and one for the reminder itself."""
+    begun = ctx.emission.timeline[-1][0]
+    about = {"ladder": ctx.ladder_id, "what": ctx.step or ctx.event, "begun": begun}
+    _append(World(_folder).reminders, json.dumps(about))
+    _stumble()
+    with ctx.effect("send", verify=happened) as effect:
+        if effect.needed:
+            _be_in_time(begun)
+            _pass("outside", "before")
+            _append(World(_folder).reminders, json.dumps(about | {"key": effect.key}), sync=True)
+            _pass("outside", "after")
+            _stumble()
+    _stumble()
+
+
 # --- processes --------------------------------------------------------------------------------------------------------
 
 _scripts = {text: name for name in scripts.NAMES for text in (scripts.script(name).sha, scripts.script(name).source)}
@@ -283,7 +317,7 @@ def work(roles: str, folder: Path, url: str, namespace: str) -> None:
         setattr(module, name, value)
     settings = Settings(redis_url=url, namespace=namespace)
     policies = {flow: WINDOWS | own for flow, own in POLICIES.items()}
-    config = Config(handlers=[__name__], policies=policies)
+    config = Config(handlers=[__name__], policies=policies, ladders={"dunning": LADDER})
     if roles == "rq":
         rq_sink.work(settings, config)
         return

@@ -22,7 +22,7 @@ DAY = UNITS["d"]
 def without_ladders(scenario: Mapping[str, Any]) -> dict[str, Any]:
     """The same for the model of windows."""
     rest = {name: value for name, value in scenario.items() if name != "ladders"}
-    return rest | {"steps": [step for step in scenario.get("steps", ()) if not set(step) & set(MOVES)]}
+    return rest | {"steps": [step for step in scenario.get("steps", ()) if not set(step) & {"ladder", *MOVES}]}
 
 
 def ms(text: str) -> int:
@@ -36,6 +36,8 @@ def at_offset(anchor: int, offset: Any, zone: str) -> int:
         return anchor + ms(offset)
     local = (EPOCH + timedelta(milliseconds=anchor)).astimezone(ZoneInfo(zone))
     days = offset["days"] if isinstance(offset, dict) else ms(offset) // DAY
+    if offset in ("0d", "-0d"):
+        return anchor
     clock = time.fromisoformat(offset["at"]) if isinstance(offset, dict) else local.time()
     wanted = datetime.combine(local.date() + timedelta(days=days), clock)
     # Of two instants the first; of a local time that is skipped, as much later as the clock jumped.
@@ -65,7 +67,9 @@ class Run:
     order: int
     state: str = "running"
     steps: list[tuple[str, int, int | None]] = field(default_factory=list)
-    ends: int = 0
+    scheduled_end: int = 0
+    wait: int = 0
+    sent: int | None = None
     done: int = 0
 
     def plan(self) -> None:
@@ -73,7 +77,7 @@ class Run:
         skip = self.definition.get("skip_to_escalate")
         self.steps, latest = [], None
         if skip is not None and holds(skip, self.args):
-            self.ends = -1
+            self.scheduled_end = -1
             return
         for step in self.definition["steps"]:
             if "when" in step and not holds(step["when"], self.args):
@@ -82,7 +86,13 @@ class Run:
             latest = at if latest is None else max(latest, at)
             self.steps.append((step["name"], latest, ms(step["stale_after"]) if "stale_after" in step else None))
         base = self.anchor if latest is None else latest
-        self.ends = at_offset(base, self.definition.get("final_wait", "0s"), zone)
+        self.scheduled_end = at_offset(base, self.definition.get("final_wait", "0s"), zone)
+        self.wait = self.scheduled_end - base
+
+    @property
+    def ends(self) -> int:
+        """Whoever was reminded has the final wait, also where that came late."""
+        return self.scheduled_end if self.sent is None else max(self.scheduled_end, self.sent + self.wait)
 
     @property
     def due(self) -> int | None:
@@ -95,10 +105,9 @@ class Ladders:
     """The ladders of a scenario, moved by its steps and by a clock."""
 
     def __init__(self, scenario: Mapping[str, Any]) -> None:
-        self.definitions = scenario.get("ladders", {})
-        self.watched = {kind for one in self.definitions.values() for kind in one.get("cancel_on", ())}
+        self.definitions = dict(scenario.get("ladders", {}))
         self.runs: list[Run] = []
-        self.came: dict[tuple[str, str], int] = {}
+        self.came: set[tuple[str, str]] = set()
         self.told: list[tuple[tuple[int, int, int], dict[str, Any]]] = []
         self.now = 0
 
@@ -126,6 +135,7 @@ class Ladders:
             left_out = past is not None and at < past and run.definition.get("past") == "skip"
             if not left_out and (stale is None or self.now <= at + stale):
                 self.tell(run, "step", name, at)
+                run.sent = self.now
 
     def cancel(self, run: Run, cause: int = 0) -> None:
         run.state = "cancelled"
@@ -161,10 +171,11 @@ class Ladders:
             run.plan()
             self.advance(run, self.now)
 
-    def deliver(self, key: str, kind: str, cause: int) -> None:
-        if kind not in self.watched:
-            return
-        self.came[key, kind] = self.now
+    def deliver(self, key: str, kind: str, cause: int, known: bool) -> None:
+        """An event that is no conflict came. `known`: as it stands, and so for ladders that start later too, whether or
+        not one is defined by now; what was rejected, or ignored for another content, is not."""
+        if known:
+            self.came.add((key, kind))
         for run in self.runs:
             if run.key == key and run.state in ("running", "paused") and kind in run.definition.get("cancel_on", ()):
                 self.cancel(run, cause)
@@ -209,8 +220,12 @@ def ladder_events(scenario: Mapping[str, Any]) -> list[dict[str, Any]]:
                 pushed[one["event_id"]] = count
                 count += 1
             for one in batch:
-                if next(outcomes)["outcome"] != "conflict":
-                    ladders.deliver(one["bucket_key"], one.get("kind", "event"), pushed[one["event_id"]])
+                outcome = next(outcomes)
+                if outcome["outcome"] != "conflict":
+                    known = outcome["outcome"] != "rejected" and not outcome.get("conflict")
+                    ladders.deliver(one["bucket_key"], one.get("kind", "event"), pushed[one["event_id"]], known)
+        elif action == "ladder":
+            ladders.definitions |= given
         elif action in MOVES:
             anchor = instant(given["anchor_at"]) if "anchor_at" in given else start + ms(given.get("anchor", "0s"))
             run = ladders.find(given)
@@ -268,11 +283,16 @@ def history(seed: int) -> dict[str, Any]:
         return made
 
     names = ["a", "b"]
-    ladders = {name: ladder() for name in names}
-    at, steps = 0, []
+    ladders = {name: ladder() for name in names if dice.random() < 0.8}
+    given_first, at = dict(ladders), 0
+    steps: list[dict[str, Any]] = []
     for number in range(dice.randint(2, 14)):
         at += dice.choice((0, 0, 1, 3, 12, 24, 40))
         name, key = dice.choice(names), f"t:f:{dice.randint(1, 2)}"
+        if dice.random() < 0.08 or not ladders:
+            ladders[name] = ladder()
+            steps.append({"at": f"{at}h", "ladder": {name: ladders[name]}})
+        name = name if name in ladders else next(iter(ladders))
         given: dict[str, Any] = {"ladder": name, "bucket_key": key}
         if dice.random() < 0.25:
             given["start_id"] = dice.choice("XY")
@@ -281,6 +301,8 @@ def history(seed: int) -> dict[str, Any]:
         if action == "push":
             id_ = f"E{dice.randint(0, number)}"
             given = {"event_id": id_, "bucket_key": key, "kind": dice.choice(("paid", "left", "other", "other"))}
+            if dice.random() < 0.5:
+                given["occurred"] = f"{dice.randint(-1, 1)}h"  # the very same event may come twice, or late
         elif action == "start_ladder":
             if ladders[name].get("anchor") != "start":
                 given |= anchor
@@ -291,11 +313,18 @@ def history(seed: int) -> dict[str, Any]:
         elif action == "reschedule":
             given |= anchor
         steps.append({"at": f"{at}h", action: given})
+    policy: dict[str, Any] = {"inactivity": "1h"}
+    if dice.random() < 0.5:
+        policy["kinds"] = ["other"]
+    if dice.random() < 0.3:
+        policy |= {"order_by": "occurred_at", "on_late": "reject"}
+    if dice.random() < 0.5:
+        policy["on_conflict"] = dice.choice(("keep_first", "reconcile", "accept_newer"))
     begins = dice.randint(0, at + 1)
     return {
         "start": dice.choice(("2026-03-06T09:30:00Z", "2026-04-03T02:15:00Z", "2026-10-30T12:00:00Z")),
-        "policies": {"f": {"inactivity": "1h", "kinds": ["other"]} if dice.random() < 0.5 else {"inactivity": "1h"}},
-        "ladders": ladders,
+        "policies": {"f": policy},
+        "ladders": given_first,
         "workers_down": [[f"{begins}h", f"{begins + dice.randint(1, 60)}h"]] if dice.random() < 0.4 else [],
         "steps": steps,
         "end": f"{at + dice.randint(1, 200)}h",

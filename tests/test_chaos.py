@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.chaos import Answer, check, delay_problems
+from tests.chaos import Answer, Reminded, check, check_ladders, delay_problems
 from tests.processes import ROOT
 
 BUCKET = "aurora:plain:1"
@@ -63,6 +63,44 @@ def test_each_event_may_have_an_effect_of_its_own_and_some_flows_no_order() -> N
         *(call(f"v{n}:do", (f"v{n}", n, name), bucket=loose) for n, name in ((2, "d"), (1, "c"))),
     ]
     assert check(answers, log) == []
+
+
+def reminders(*told: str) -> list[str]:
+    """The world's log of one ladder: "s0 5" began at 5 ms and was sent, "s0 5 -" began only."""
+    lines = []
+    for what, begun, *rest in (text.split(" ") for text in told):
+        about = {"ladder": "L", "what": what, "begun": int(begun)}
+        lines += [json.dumps(about)] + ([] if rest else [json.dumps(about | {"key": what})])
+    return lines
+
+
+STEPS = ["s0 1", "s1 2", "s2 3", "s3 4"]
+
+
+@pytest.mark.parametrize(
+    ("state", "paid_at", "log", "found"),
+    [
+        pytest.param("escalated", None, [*STEPS, "escalate 9"], None, id="all-is-well"),
+        pytest.param("escalated", 50, STEPS, None, id="paid-before-the-escalation-began"),
+        pytest.param("cancelled", 50, ["s0 1", "s1 2 -", "s1 7", "cancelled 60"], None, id="paid"),
+        pytest.param("cancelled", 50, ["cancelled 60"], None, id="paid-at-once"),
+        pytest.param("escalated", None, [*STEPS, "s3 5", "escalate 9"], "was sent", id="twice"),
+        pytest.param("escalated", None, ["s0 1", "s2 3", "s1 2", "s3 4", "escalate 9"], "was sent", id="order"),
+        pytest.param("escalated", None, [*STEPS[:3], "escalate 9"], "was sent", id="missing"),
+        pytest.param("cancelled", 50, ["s1 1", "cancelled 60"], "was sent", id="skipped"),
+        pytest.param("cancelled", 50, ["s0 1"], "was sent", id="nobody-told"),
+        pytest.param("cancelled", 50, ["s0 51 -", "cancelled 60"], "s0 began after", id="after-the-payment"),
+        pytest.param("cancelled", 30, ["cancelled 60"], "cancelled after its payment", id="late"),
+        pytest.param("running", None, ["s0 1"], "is running", id="stuck"),
+    ],
+)
+def test_the_judge_of_ladders(state: str, paid_at: int | None, log: list[str], found: str | None) -> None:
+    problems = check_ladders([Reminded("L", state, 40, paid_at)], reminders(*log))
+    if found is None:
+        assert problems == []
+    else:
+        assert any(found in problem for problem in problems), problems
+    assert check_ladders([], reminders("s0 1")) == ["L: nobody started it"]
 
 
 def test_the_bound_on_delays_is_relative() -> None:

@@ -21,7 +21,7 @@ from accumulator.client import Accumulator
 from accumulator.context import Context
 from accumulator.embedded import EmbeddedServer
 from accumulator.errors import HandlerMissing, ServerUnavailable
-from accumulator.handlers import PermanentError, RetryLater, Stages, handler
+from accumulator.handlers import PermanentError, RetryLater, Stages, handler, step_handler
 from accumulator.health import ALIVE, FORGOTTEN, PATIENCE, UNSETTLED, Health, Queue, health_report, sign_of_life
 from accumulator.janitor import Janitor
 from accumulator.manifest import Manifest
@@ -43,7 +43,8 @@ VOLATILE = "the server keeps nothing on disk: a restart loses everything (set ap
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is registered."""
-    monkeypatch.setattr(accumulator.handlers, "_registry", {})
+    for name in ("_registry", "_steps", "_names"):
+        monkeypatch.setattr(accumulator.handlers, name, {})
 
 
 def alive(
@@ -52,9 +53,10 @@ def alive(
     handlers: tuple[str, ...] = ("default",),
     webhooks: tuple[str, ...] = (),
     worker_id: str = "w1",
+    ladders: tuple[str, ...] = (),
 ) -> None:
     """A worker gives a sign of life."""
-    target.store.perform(target.operations.beat(sign_of_life(worker_id, roles, handlers, webhooks)))
+    target.store.perform(target.operations.beat(sign_of_life(worker_id, roles, handlers, webhooks, ladders)))
 
 
 def policy(target: Accumulator, flow: str = "f", **more: Any) -> None:
@@ -110,6 +112,36 @@ def test_it_is_forgotten_after_an_hour(virtual: Accumulator, clock: VirtualClock
     assert [worker.worker_id for worker in virtual.health().workers] == ["new"]
     client: Any = virtual.store.client
     assert client.zcard(keys.workers(virtual.operations.namespace)) == 2  # the clock's highest instant beside it
+
+
+LADDER = {"steps": [{"name": "s", "offset": "1d"}]}
+NO_STEPS = "no worker that is alive has a step handler for ladder "
+
+
+def test_ladders_whose_steps_nobody_runs(virtual: Accumulator) -> None:
+    policy(virtual, "q", sink="rq")
+    for name in ("a", "b", "c"):
+        virtual.load_ladder(name, LADDER)
+    alive(virtual)
+    assert virtual.health().problems == (f"{NO_STEPS}a, b, c",)
+    alive(virtual, ladders=("a",))
+    alive(virtual, ("closer", "webhook"), ladders=("b",), worker_id="w2")  # runs no step
+    assert virtual.health().problems == (f"{NO_STEPS}b, c",)
+    alive(virtual, ("dispatcher",), ladders=("b", "c"), worker_id="w3")
+    assert virtual.health().ok
+
+
+def test_a_ladder_that_runs_where_no_handler_is_needed(virtual: Accumulator, clock: VirtualClock) -> None:
+    policy(virtual, "hook", sink="webhook")
+    virtual.load_ladder("a", LADDER)
+    alive(virtual, webhooks=("default",))
+    assert virtual.health().ok
+    policy(virtual)
+    assert virtual.health().problems == (f"{NO_STEPS}a",)
+    virtual.start_ladder("a", "t:hook:1", clock.instant)
+    assert virtual.health().ok
+    virtual.start_ladder("a", "t:f:1", clock.instant)
+    assert virtual.health().problems == (f"{NO_STEPS}a",)
 
 
 def test_roles_that_nobody_runs(virtual: Accumulator) -> None:
@@ -481,15 +513,17 @@ def test_a_worker_gives_signs_of_life(
     monkeypatch.setattr(pulse, "BEAT", 0.01)
     monkeypatch.setenv("HOOK_SECRET", "0123456789abcdef")
     handler("f")(lambda _: None)
+    step_handler("l")(lambda _: None)
     config = Config(
         policies={"f": {"inactivity": "1h", "sink": "direct"}, "w": {"inactivity": "1h", "sink": "webhook"}},
+        ladders={"l": LADDER},
         sinks={"w": {"url": "https://h.example/", "secret_env": "HOOK_SECRET"}},
     )
     with at_work(Worker(Settings(redis_url=server.url, namespace=namespace), config)):
         wait_until(lambda: seen(live))
         wait_until(lambda: live.health().ok)
         [worker] = live.health().workers
-        assert (worker.roles, worker.handlers, worker.webhooks) == (ALL, ("f",), ("w",))
+        assert (worker.roles, worker.handlers, worker.webhooks, worker.ladders) == (ALL, ("f",), ("w",), ("l",))
     assert seen(live) == []
 
 

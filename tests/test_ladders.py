@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import fakeredis
 import pytest
@@ -112,7 +113,11 @@ def test_a_name_is_checked_too() -> None:
         ("gt", 10, 11, True), ("gt", 10, 10, False), ("ge", 10, 10, True), ("lt", 10, 9.5, True), ("le", 10, 10, True),
         ("gt", 10, "11", False), ("gt", "a", "b", True), ("gt", 0, True, False), ("eq", "x", "x", True),
         ("eq", 1, True, False), ("ne", 1, 2, True), ("in", ["a", "b"], "b", True), ("in", ["a"], "c", False),
-        ("gt", 10, None, False),
+        ("gt", 10, None, False), ("ge", "a", 1, False), ("lt", 10, 10, False), ("lt", 10, "9", False),
+        ("le", 10, [9], False), ("le", True, 0, False), ("eq", 1, 1.0, True), ("eq", 1, "1", False),
+        ("eq", None, None, True), ("eq", [1], [1], True), ("ne", 1, 1, False), ("ne", 1, "1", True),
+        ("ne", 1, True, True), ("in", [1, 2], True, False), ("in", [1, 2], 2.0, True), ("in", ["1"], 1, False),
+        ("in", [{"a": 1}], {"a": 1}, True), ("gt", 2**63, 2**63 + 1, True), ("gt", "é", "z", False),
     ],
 )  # fmt: skip
 def test_conditions_are_data(op: str, value: Any, given: Any, holds: bool) -> None:
@@ -153,6 +158,57 @@ def test_days_keep_the_local_time_of_day() -> None:
     assert skipped.schedule(at(2026, 11, 1, 12), {}).steps[0].at == at(2026, 11, 1, 7, 30)
     twice = Ladder.load("x", {"timezone": "America/New_York", "steps": [STEP | {"offset": {"days": 0, "at": "01:30"}}]})
     assert twice.schedule(at(2026, 11, 1, 12), {}).steps[0].at == at(2026, 11, 1, 5, 30)  # the first of two
+
+
+ZONES = [
+    "UTC", "America/New_York", "America/Sao_Paulo", "America/Havana", "Africa/Cairo", "Africa/Casablanca",
+    "Asia/Gaza", "Asia/Tehran", "Asia/Kathmandu", "Australia/Lord_Howe", "Europe/Dublin", "Pacific/Apia",
+]  # fmt: skip
+
+
+def first_instant(local: datetime, zone: ZoneInfo) -> datetime:
+    """When a clock there first shows it; of a time that it never shows, as much later as it jumped."""
+    before, after = (
+        (local + timedelta(hours=hours)).replace(tzinfo=UTC).astimezone(zone).utcoffset() or timedelta()
+        for hours in (-30, 30)
+    )
+    instants = [(local - offset).replace(tzinfo=UTC) for offset in (before, after)]
+    shown = [one for one in instants if one.astimezone(zone).replace(tzinfo=None) == local]
+    return min(shown, default=instants[0])
+
+
+@pytest.mark.parametrize("name", ZONES)
+@pytest.mark.parametrize("days", [-3, 0, 3])
+def test_a_time_of_day_is_that_of_the_place_whatever_its_clock_does(name: str, days: int) -> None:
+    zone = ZoneInfo(name)
+    at = ["00:00", "00:30", "01:30", "02:00", "02:30", "03:30", "09:00", "23:30"]
+    steps = [{"name": f"s{n}", "offset": {"days": days, "at": one}} for n, one in enumerate(at)]
+    steps.append({"name": "same", "offset": f"{days}d"})
+    ladders = [Ladder.load("x", {"timezone": name, "steps": [step]}) for step in steps]
+    odd = 0
+    for year in (2011, 2018, 2026):
+        for day in range(365):
+            anchor = datetime(year, 1, 1, 12, 45, 1, 7000, tzinfo=zone) + timedelta(days=day)
+            there = anchor.replace(tzinfo=None) + timedelta(days=days)
+            if day % 30 and (anchor - timedelta(days=5)).utcoffset() == (anchor + timedelta(days=5)).utcoffset():
+                continue  # nothing happens to its clocks
+            wanted = [there.replace(hour=int(t[:2]), minute=int(t[3:]), second=0, microsecond=0) for t in at] + [there]
+            ms = round(anchor.timestamp() * 1000)
+            if anchor.astimezone(UTC).astimezone(zone).replace(tzinfo=None) != anchor.replace(tzinfo=None):
+                continue  # a day that is not in that calendar is nobody's anchor
+            found = [ladder.schedule(ms, {}).steps[0].at for ladder in ladders]
+            assert found == [round(first_instant(one, zone).timestamp() * 1000) for one in wanted]
+            odd += any(
+                datetime.fromtimestamp(one / 1000, zone).replace(tzinfo=None) != local
+                for one, local in zip(found[:-1], wanted[:-1], strict=True)
+            )
+    assert (odd > 0) == (name not in ("UTC", "Asia/Kathmandu"))
+
+
+def test_no_days_are_the_anchor_itself_also_in_the_hour_that_comes_twice() -> None:
+    second = int(datetime(2026, 11, 1, 6, 30, tzinfo=UTC).timestamp() * 1000)  # 01:30 in New York, for the second time
+    ladder = Ladder.load("x", {"timezone": "America/New_York", "steps": [STEP | {"offset": "0d"}], "final_wait": "0d"})
+    assert ladder.schedule(second, {}) == (((("s", second, None)),), second, False)
 
 
 def test_a_definition_is_versioned_and_a_running_ladder_keeps_its_own(
@@ -246,6 +302,12 @@ def test_what_can_not_be_started_is_refused(ready: Accumulator, clock: VirtualCl
         ready.start_ladder("daily", KEY, clock.instant)
     with pytest.raises(InvalidInput, match="state"):
         ready.ladders("gone")
+    with pytest.raises(InvalidInput, match=r"^ladder_id: is none of this namespace"):
+        ready.ladder("zzz")
+    with pytest.raises(InvalidInput, match=r"^ladder_id: "):
+        ready.cancel_ladder("zzz", "x")
+    with pytest.raises(InvalidInput, match=r"^emission_id: "):
+        ready.emission("z" * 20 + "s1")
     assert ready.ladders() == []
 
 
@@ -327,6 +389,168 @@ def test_one_event_cancels_all_that_wait_for_it_and_no_other(ready: Accumulator,
     assert {(run.ladder, run.bucket_key, run.state) for run in ready.ladders()} == {
         ("cobranca", KEY, "cancelled"), ("other", KEY, "running"), ("cobranca", "t:fatura:2", "running"),
     }  # fmt: skip
+
+
+def accepted(acc: Accumulator, clock: VirtualClock) -> None:
+    acc.push(event("P", KEY, clock, kind=KIND))
+
+
+def closed(acc: Accumulator, clock: VirtualClock) -> None:
+    acc.push_many([event(f"x{n}", KEY, clock) for n in range(5)])
+    clock.advance("1h")
+    accepted(acc, clock)
+    clock.advance("1h")
+    acc.push(event("y", KEY, clock))
+
+
+def among_many(acc: Accumulator, clock: VirtualClock) -> None:
+    for window in range(120):
+        acc.push_many([event(f"{window}-{n}", KEY, clock) for n in range(3)])
+        acc.flush(KEY)
+    acc.push_many([event("x", KEY, clock), event("P", KEY, clock, kind=KIND), event("Q", KEY, clock, kind=KIND)])
+    for n in range(210):
+        acc.push(event(f"y{n}", KEY, clock))
+
+
+def only_a_digest(acc: Accumulator, clock: VirtualClock) -> None:
+    acc.load_policy("fatura", {"inactivity": "10s", "keep": "last"})
+    accepted(acc, clock)
+    acc.push(event("x", KEY, clock, payload=1))
+
+
+def revised(acc: Accumulator, clock: VirtualClock) -> None:
+    acc.load_policy("fatura", {"inactivity": "10s", "on_conflict": "accept_newer"})
+    acc.push(event("P", KEY, clock, source_version=1))
+    assert acc.push(event("P", KEY, clock, kind=KIND, source_version=2)).outcome == "revised"
+
+
+def late(acc: Accumulator, clock: VirtualClock) -> None:
+    acc.load_policy("fatura", {"inactivity": "10s", "max_delay": "1m", "on_late": "accept"})
+    assert acc.push(event("P", KEY, clock, kind=KIND, occurred_at=in_days(clock, -1))).late
+
+
+def retracted(acc: Accumulator, clock: VirtualClock) -> None:
+    accepted(acc, clock)
+    assert acc.retract(KEY, "P").outcome == "retracted"
+
+
+def queued(acc: Accumulator, clock: VirtualClock) -> None:
+    acc.load_policy("fatura", {"inactivity": "10s", "kinds": ["other"]})
+    acc.push_many([event(f"x{n}", "t:fatura:9", clock) for n in range(150)])
+    assert acc.push(event("P", KEY, clock, kind=KIND)).outcome == "reconciled"
+
+
+def resolved(acc: Accumulator, clock: VirtualClock) -> None:
+    queued(acc, clock)
+    clock.advance("1h")
+    acc.resolve(acc.reconciliation()[-1], "accept", by="ana", reason="seen")
+
+
+def discarded(acc: Accumulator, clock: VirtualClock) -> None:
+    queued(acc, clock)
+    acc.resolve(acc.reconciliation()[-1], "discard", by="ana", reason="twice")
+
+
+def twice(acc: Accumulator, clock: VirtualClock) -> None:
+    accepted(acc, clock)
+    assert acc.push(event("P", KEY, clock, kind=KIND)).outcome == "duplicate"
+
+
+KIND = 'pa"go\\ \n ç","occurred_at":'
+KNOWN = [
+    accepted, closed, among_many, only_a_digest, revised, late, retracted, queued, resolved, discarded, twice
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("watched_first", [True, False])
+@pytest.mark.parametrize("known", KNOWN)
+def test_a_start_looks_back_at_all_that_is_known(
+    virtual: Accumulator,
+    clock: VirtualClock,
+    make_client: MakeClient,
+    known: Callable[[Accumulator, VirtualClock], None],
+    watched_first: bool,
+) -> None:
+    virtual.load_policy("fatura", {"inactivity": "10s"})
+    definition = INVOICE | {"cancel_on": ["never", KIND]}
+    if watched_first:
+        virtual.load_ladder("cobranca", definition)
+    known(virtual, clock)
+    virtual.load_ladder("cobranca", definition)
+    clock.advance("1m")
+    started = virtual.start_ladder("cobranca", KEY, in_days(clock, 4))
+    assert started.state == "cancelled"
+    run = virtual.ladder(started.ladder_id)
+    assert run is not None
+    assert (run.by_event, run.emitted) == ("P", 1)
+    assert virtual.start_ladder("cobranca", "t:fatura:2", in_days(clock, 4)).state == "running"
+    assert virtual.start_ladder("cobranca", KEY, in_days(clock, 4), ignore_earlier=True).state == "running"
+    check_invariants(make_client(), virtual.operations.namespace)
+
+
+def test_one_that_was_queued_is_known_wherever_it_went(virtual: Accumulator, clock: VirtualClock) -> None:
+    queued(virtual, clock)
+    virtual.load_ladder("cobranca", INVOICE | {"cancel_on": [KIND]})
+    clock.advance("1h")
+    assert virtual.resolve(virtual.reconciliation()[-1], "accept", by="ana", reason="seen").outcome == "accepted"
+    run = virtual.ladder(virtual.start_ladder("cobranca", KEY, in_days(clock, 4)).ladder_id)
+    assert run is not None
+    assert (run.state, run.by_event) == ("cancelled", "P")
+
+
+def test_what_went_with_the_payloads_is_known_where_it_was_noticed(make_client: MakeClient, namespace: str) -> None:
+    clock = VirtualClock()
+    acc = clock.attach(Accumulator(make_client(), namespace=namespace, partitions=1, clock=clock))
+    acc.load_policy("fatura", {"inactivity": "10s", "sink": "direct", "payload_ttl": "1d"})
+    acc.load_ladder("cobranca", INVOICE)
+    accumulator.handlers.handler("fatura")(lambda ctx: None)
+    acc.push_many([event("P", KEY, clock, kind="pago"), event("O", KEY, clock, kind="outro")])
+    clock.advance("1m")
+    [taken] = acc.store.perform(acc.operations.take(0, "direct", 10, 30_000))
+    assert run_attempt(acc, taken.window_id, taken.attempt) == "confirmed"
+    clock.advance("2d")
+    assert acc.manifests(KEY)[0].events == ()
+    for cancel_on, state in ((["pago"], "cancelled"), (["outro"], "running")):
+        acc.load_ladder("cobranca", INVOICE | {"cancel_on": cancel_on})
+        assert acc.start_ladder("cobranca", KEY, in_days(clock, 4)).state == state
+
+
+@pytest.mark.parametrize("watched_first", [True, False])
+def test_what_was_refused_or_ignored_is_not_known(
+    virtual: Accumulator, clock: VirtualClock, watched_first: bool
+) -> None:
+    rules = {"inactivity": "10s", "max_event_bytes": 10, "on_conflict": "keep_first"}
+    virtual.load_policy("fatura", rules)
+    if watched_first:
+        virtual.load_ladder("cobranca", INVOICE)
+    assert virtual.push(event("P", KEY, clock, kind="pago", payload="x" * 99)).outcome == "rejected"
+    virtual.push(event("E", KEY, clock))
+    assert virtual.push(event("E", KEY, clock, kind="pago")).conflict
+    virtual.load_ladder("cobranca", INVOICE)
+    assert virtual.start_ladder("cobranca", KEY, in_days(clock, 4)).state == "running"
+
+
+def test_the_first_of_several_is_named(ready: Accumulator, clock: VirtualClock) -> None:
+    ready.load_policy("fatura", {"inactivity": "10s", "kinds": ["pago"]})
+    for event_id, kind in (("A", "outro"), ("B", "pago"), ("C", "pago")):
+        ready.push(event(event_id, KEY, clock, kind=kind))
+        clock.advance("1s")
+    for cancel_on, named in ((["pago"], "B"), (["pago", "outro"], "A")):  # B was noticed, A was not
+        ready.load_ladder("cobranca", INVOICE | {"cancel_on": cancel_on})
+        started = ready.start_ladder("cobranca", KEY, in_days(clock, 4))
+        assert ready.ladder(started.ladder_id).by_event == named  # type: ignore[union-attr]
+
+
+def test_looking_back_reads_no_window_that_opened_later(ready: Accumulator, clock: VirtualClock) -> None:
+    clock.advance("1m")
+    for number in range(20):
+        ready.push(event(f"x{number}", KEY, clock))
+        clock.advance("1m")
+    client = ready.store.client
+    before = client.info("commandstats").get("cmdstat_xrange", {"calls": 0})["calls"]
+    assert ready.start_ladder("cobranca", KEY, in_days(clock, 4)).state == "running"
+    ran = client.info("commandstats").get("cmdstat_xrange", {"calls": 0})["calls"] - before
+    assert ran <= 1  # the open one, up to when the kind came to be watched
 
 
 async def test_the_asynchronous_client_does_the_same(redis_url: str, namespace: str) -> None:
@@ -536,9 +760,20 @@ def test_steps_of_a_ladder_keep_their_order(ready: Accumulator, clock: VirtualCl
     assert ready.attention() == []
 
 
+def test_each_step_goes_where_its_policy_said(ready: Accumulator, clock: VirtualClock, work: Hands) -> None:
+    step_handler("cobranca")(lambda ctx: None)
+    ready.start_ladder("cobranca", KEY, in_days(clock, 3))
+    ready.load_policy("fatura", {"inactivity": "10s", "sink": "rq"})
+    clock.advance("3d")  # the second step waits behind the first
+    assert work.all() == ["confirmed"]
+    taken = [one for p in range(4) for one in ready.store.perform(ready.operations.take(p, "rq", 9, 30_000))]
+    assert [ready.emission(one.window_id).step for one in taken] == ["no_dia"]  # type: ignore[union-attr]
+
+
 def test_what_waits_is_called_off_also_after_the_escalation(
     ready: Accumulator, clock: VirtualClock, work: Hands
 ) -> None:
+    ready.load_ladder("cobranca", INVOICE | {"final_wait": "0s"})
     ready.start_ladder("cobranca", KEY, in_days(clock, -40))  # all at once, and nobody has begun
     assert [run.state for run in ready.ladders()] == ["escalated"]
     ready.push(event("P", KEY, clock, kind="pago"))
@@ -766,7 +1001,9 @@ def test_an_ended_ladder_goes_after_its_metadata_ttl(make_client: MakeClient, na
     acc.start_ladder("cobranca", KEY, in_days(clock, 3), {"text": "x" * 100}, start_id="A", ignore_earlier=True)
     acc.start_ladder("cobranca", KEY, in_days(clock, -40), {"text": "x" * 100}, ignore_earlier=True)
     run()
-    clock.advance("20d")
+    clock.advance("6d")
+    run()
+    clock.advance("14d")
     run()
     assert [run.start_id for run in acc.ladders()] == ["A"]  # it ended two days ago, the others more than four
     check_invariants(client, namespace, purged=True)
@@ -774,6 +1011,34 @@ def test_an_ended_ladder_goes_after_its_metadata_ttl(make_client: MakeClient, na
     assert acc.ladders() == []
     left = {name.decode().partition("}:")[2] for name in client.scan_iter(match=f"{namespace}:{{*")}
     assert left == {"policy:fatura", "ladderdef:cobranca", "watched", "stats"}
+
+
+def test_what_nobody_took_leaves_no_key(make_client: MakeClient, namespace: str) -> None:
+    client, clock = make_client(), VirtualClock()
+    acc = clock.attach(Accumulator(client, namespace=namespace, partitions=1, clock=clock))
+    acc.load_policy("fatura", {"inactivity": "10s", "sink": "direct", "max_event_bytes": 1})
+    acc.load_ladder("cobranca", INVOICE | {"final_wait": "0s"})
+    refused = event("P", KEY, clock, kind="pago", payload="xx")
+
+    def left() -> set[str]:
+        return {name.decode().partition("}:")[2] for name in client.scan_iter(match=f"{namespace}:{{*")}
+
+    acc.push(refused)
+    for days in (3, -40):  # one that escalated is called off too, and says nothing more
+        acc.start_ladder("cobranca", KEY, in_days(clock, days), start_id=str(days))
+    base = {"policy:fatura", "ladderdef:cobranca", "watched", "stats", "audit"}
+    acc.push(refused)
+    assert {"ready:direct:t", "tenants:direct"} <= left() - base
+    acc.cancel_ladder((KEY, "cobranca", "3"), "x")
+    [taken] = acc.store.perform(acc.operations.take(0, "direct", 1, 30_000))
+    assert run_attempt(acc, taken.window_id, taken.attempt) == "confirmed"
+    acc.start_ladder("cobranca", "u:fatura:1", in_days(clock, -40))
+    acc.push(refused | {"bucket_key": "u:fatura:1"})
+    check_invariants(client, namespace)
+    clock.advance("60d")
+    check_invariants(client, namespace, purged=True)
+    assert acc.ladders() == []
+    assert left() == base
 
 
 # --- as people meet it ------------------------------------------------------------------------------------------------
@@ -816,7 +1081,19 @@ def test_the_command_line_shows_starts_and_moves_them(
     assert program("ladder", "start", "nope", KEY).code == 2
     assert program("ladder", "start", "cobranca", KEY, "--anchor", "soon").code == 2
     assert program("ladder", "start", "cobranca", KEY, "--anchor", anchor, "--arg", "x").code == 2
+    assert program("ladder", "show", "zzz").err == "accumulator: ladder_id: is none of this namespace\n"
     assert "because    cash" in program("ladder", "show", again["ladder_id"]).out
+    # Of several, the one that runs is meant; where more than one does, it has to be named.
+    assert "started" in program(*start, "--start-id", "F-1").out
+    assert "was so before" not in program("ladder", "pause", KEY).out
+    assert program("ladder", "resume", KEY, "--start-id", "F-1").code == 0
+    assert "started" in program(*start, "--start-id", "F-2").out
+    several = program("ladder", "pause", KEY)
+    assert several.code == 2
+    assert "is one of cobranca F-1, cobranca F-2 here: name it with --ladder and --start-id" in several.err
+    assert program("ladder", "cancel", KEY, "--start-id", "F-2", "--reason", "x").code == 0
+    assert program("ladder", "cancel", KEY, "--ladder", "cobranca", "--reason", "x").code == 0
+    assert program("ladder", "pause", KEY, "--start-id", "F-9").out == f"{KEY}: there is no such ladder\n"
     assert "no ladder is escalated" in program("ladders", "--state", "escalated").out
     emission = live.ladder(again["ladder_id"]).timeline[-1].emission_id  # type: ignore[union-attr]
     assert "emitted  cancelled" in program("timeline", emission or "").out

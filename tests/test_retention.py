@@ -293,7 +293,7 @@ def test_a_queued_item_never_goes_and_holds_its_bucket(life: Life) -> None:
         assert again.outcome is Outcome.DUPLICATE
     assert life.resolve(items[0], "accept").outcome == "accepted"
     assert life.resolve(items[1], "discard").outcome == "discarded"
-    assert names(life, "t:f:2") == {"bucket:*", "ids:*"}
+    assert names(life, "t:f:2") == {"bucket:*", "ids:*", "noticed:*"}
     life.tick()
     assert names(life, "t:f:2") == set()
     life.tick(10_000)

@@ -21,6 +21,7 @@ import redis
 from accumulator import keys, scripts
 from accumulator.client import Accumulator
 from accumulator.envelope import Event
+from accumulator.ladders import Ladder
 from accumulator.manifest import read_manifest, replay
 from accumulator.operations import Operations, ReconcileItem
 from accumulator.policy import Policy
@@ -32,7 +33,7 @@ from tests.invariants import SINGLE, WINDOW_ID, check_invariants, contents
 from tests.model import simulate
 from tests.test_histories import Worked
 
-LADDERS = {"start_ladder", "move_ladder"}
+LADDERS = {"start_ladder", "move_ladder", "watch"}
 """What no history of windows calls; see test_ladders.py."""
 LUA = sorted(path.name.removesuffix(".lua") for path in files("accumulator").joinpath("lua").iterdir())
 PARTS = [name for name in LUA if not scripts.read(name).startswith("#!")]
@@ -159,6 +160,7 @@ def test_callers_give_what_the_header_says(name: str) -> None:
     operations._counted = math.inf
     w, k, one = "0" * 20, "t:f:1", Event.of(event("e1"))
     policy = Policy.load("f", {"inactivity": "10s"})
+    ladder = Ladder.load("dunning", {"steps": [{"name": "s", "offset": "1d"}], "cancel_on": ["paid"]})
     fields = {field.encode(): value.encode() for field, value in MANIFEST.items()}
     log = [(f"{T0}-0".encode(), [(b"e1", J1.encode())])]
     item = ReconcileItem("0-1-1", T0, "late", one, one.content_digest, ())
@@ -184,6 +186,7 @@ def test_callers_give_what_the_header_says(name: str) -> None:
         "stage": lambda: operations.save_stage(w, "t", "load", "{}"),
         "take": lambda: operations.take(0, "rq", 1, 1),
         "tick": lambda: operations.tick(0, 1),
+        "watch": lambda: operations.load_ladder(ladder),
     }
     made_now = made[name]()
     (call,) = made_now if isinstance(made_now, list) else next(made_now)

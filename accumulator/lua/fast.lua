@@ -6,6 +6,9 @@ local groups = tonumber(ARGV[5])
 local replies, latest, plans, slow = {}, {}, {}, {}
 local accepted = 0
 local watched = call('EXISTS', prefix .. 'watched') == 1
+if not watched then
+  sure_of_absence(prefix .. 'watched')
+end
 -- Whether no event of the group is of a kind that closes, opens, is refused or cancels a ladder.
 local function all_ordinary(policy, n, first)
   for i = 0, n - 1 do
@@ -39,6 +42,7 @@ for g = 1, groups do
     local hash = prefix .. 'policy:' .. flow
     local text = call('HGET', hash, 'latest')
     if not text then
+      sure_of_absence(hash)
       hash = prefix .. 'policy:default'
       text = call('HGET', hash, 'latest')
     end

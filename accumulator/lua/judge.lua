@@ -28,6 +28,9 @@ local function has_digest(k, digest)
   return string.find(' ' .. k.digests .. ' ', ' ' .. digest .. ' ', 1, true) ~= nil
 end
 
+-- Outcomes after which this very content is known.
+local KNOWN = { a = true, r = true, d = true, q = true }
+
 -- Reads what is known of the wanted ids, the newest generation first.
 local function lookup_ids(b, wanted)
   local known = {}
@@ -455,7 +458,10 @@ local function judge_group(key, flow, n, first)
     -- Whatever became of it, it came: a payment that waits for a person has been paid.
     if judged[1] ~= 'c' and watched and call('HEXISTS', prefix .. 'watched', e.kind) == 1 then
       notice(b, e.kind, e.id)
-      hold_bucket(b)
+      if KNOWN[judged[1]] then
+        note_known(b, b.now, e.kind, e.id)
+        hold_bucket(b)
+      end
     end
     answers[i + 1] = told(b, unpack(judged, 1, 7))
   end

@@ -2,14 +2,14 @@
 --   name, bucket, start (the start_id, where one was given), definition (version), anchor, args (JSON; in
 --   ladderargs:<ladder_id> where long), past ('send'|'skip'), escalates ('1' where its end has a step), began;
 --   state (running, paused, cancelled, exhausted, escalated), next (number of the step to come, from 1), ends (instant
---   after the final wait), emitted (how many emissions), turn (the emission whose turn it is), off ('1': the awaited
+--   after the final wait), wait (ms of that), emitted (how many emissions), turn (the emission whose turn it is), off ('1': the awaited
 --   event came, or it was cancelled: nothing that has not begun is executed), by (that event), cause;
 --   s1, s2 ...: '<instant> <stale_after ms|-> <name>' of the steps;
 --   notes and n1, n2 ...: the timeline, '<instant> <event> <number of the emission|-> <detail>'
 -- ladders:<bucket_key> names a bucket's ladders: start:<name>:<start_id> and, without one, only:<name> of the one that
 -- runs -> ladder_id; ended:<ladder_id> -> name. ladders:<state> lists them by the instant of the state. ladderdef:<name>
--- has '<version>' -> definition as JSON, '<version>:on:<kind>' of the kinds that cancel. watched holds the kinds that
--- cancel any ladder, noticed:<bucket_key> the last event of each of these: '<instant> <event_id>'.
+-- has '<version>' -> definition as JSON, '<version>:on:<kind>' of the kinds that cancel. watched has the kinds that
+-- cancel any ladder -> since when, noticed:<bucket_key> the first known event of each of these: '<instant> <event_id>'.
 local ENDED = { cancelled = true, exhausted = true, escalated = true }
 local NOTES = 300
 
@@ -24,7 +24,8 @@ local function load_ladder(id)
     f[flat[i]] = flat[i + 1]
   end
   local l = { id = id, key = prefix .. 'ladder:' .. id, fields = f, bucket = f.bucket, state = f.state, turn = f.turn }
-  l.next, l.ends, l.emitted, l.notes = tonumber(f.next), tonumber(f.ends), tonumber(f.emitted), tonumber(f.notes)
+  l.next, l.ends, l.wait, l.emitted, l.notes =
+    tonumber(f.next), tonumber(f.ends), tonumber(f.wait), tonumber(f.emitted), tonumber(f.notes)
   l.rules = policy_of(flow_of(l.bucket))
   return l
 end
@@ -35,6 +36,12 @@ local function ladder_step(l, number)
     local at, stale, name = match(text, '^(%d+) (%S+) (.*)$')
     return tonumber(at), tonumber(stale), name
   end
+end
+
+-- The final wait begins with the last step's instant; whoever was reminded later than that has all of it all the same.
+local function set_end(l, ends, last, sent)
+  l.wait = last and ends - last or 0
+  l.ends = math.max(ends, sent and sent + l.wait or 0)
 end
 
 local function note(l, event, emission, detail)
@@ -76,7 +83,7 @@ local function set_state(l, state)
 end
 
 local function save_ladder(l)
-  put('HSET', l.key, 'state', l.state, 'next', l.next, 'emitted', l.emitted, 'ends', l.ends)
+  put('HSET', l.key, 'state', l.state, 'next', l.next, 'emitted', l.emitted, 'ends', l.ends, 'wait', l.wait)
   if l.turn then
     put('HSET', l.key, 'turn', l.turn)
   end
@@ -122,6 +129,7 @@ local function advance(l, past)
       count('ladder:skipped')
     else
       emit(l, 'step', name, at)
+      l.ends = math.max(l.ends, now + l.wait)
     end
     l.next = l.next + 1
   end
@@ -157,9 +165,26 @@ local function cancel_ladder(l, cause, event_id)
   save_ladder(l)
 end
 
+-- An event is known in this bucket, for ladders that start later.
+local function note_known(b, at, kind, event_id)
+  local noticed = prefix .. 'noticed:' .. b.key
+  if call('HEXISTS', noticed, kind) == 0 then
+    sure_of_absence(noticed)
+    put_first('HSETNX', noticed, kind, format('%d', at) .. ' ' .. event_id)
+  end
+end
+
+local function is_awaited(l, kind)
+  local definition = prefix .. 'ladderdef:' .. l.fields.name
+  if call('HEXISTS', definition, l.fields.definition .. ':on:' .. kind) == 1 then
+    return true
+  end
+  sure_of_absence(definition)
+  return false
+end
+
 -- An event was delivered to this bucket: it may be what ladders wait for.
 local function notice(b, kind, event_id)
-  put('HSET', prefix .. 'noticed:' .. b.key, kind, format('%d', now) .. ' ' .. event_id)
   local ladders = call('HGETALL', prefix .. 'ladders:' .. b.key)
   if #ladders == 0 then
     sure_of_absence(prefix .. 'ladders:' .. b.key)
@@ -167,8 +192,7 @@ local function notice(b, kind, event_id)
   for i = 1, #ladders, 2 do
     local id = match(ladders[i], '^ended:(.*)$') or ladders[i + 1]
     local l = not b.called_off[id] and load_ladder(id)
-    if l and l.state ~= 'cancelled'
-      and call('HEXISTS', prefix .. 'ladderdef:' .. l.fields.name, l.fields.definition .. ':on:' .. kind) == 1 then
+    if l and l.state ~= 'cancelled' and is_awaited(l, kind) then
       b.called_off[id] = true
       if not ENDED[l.state] then
         cancel_ladder(l, 'event', event_id)
@@ -201,10 +225,14 @@ local function purge_ladder(id)
   if not l then
     return false
   end
-  local again = 0
+  local again, unlisted = 0, {}
   for number = 1, l.emitted do
-    local state, since = unpack(call('HMGET', prefix .. 'manifest:' .. id .. 's' .. number, 'state', 'since'))
-    again = math.max(again, SETTLED[state] and since + l.rules.metadata_ttl or now + 3600000)
+    local m = load_manifest(id .. 's' .. number)
+    local since = call('HGET', m.name, 'since')
+    again = math.max(again, SETTLED[m.state] and since + l.rules.metadata_ttl or now + 3600000)
+    if m.state == 'discarded' then
+      unlisted[#unlisted + 1] = m -- where nobody took anything since, it is still in the list of what is ready
+    end
   end
   if again > now then
     put('ZADD', KEYS[1], again, 'y:' .. id)
@@ -220,6 +248,10 @@ local function purge_ladder(id)
     put('ZREM', KEYS[1], 'y:' .. id)
     if call('EXISTS', prefix .. 'bucket:' .. l.bucket) == 1 then
       put('ZADD', KEYS[1], now, 'r:' .. l.bucket)
+    end
+    commit()
+    for _, m in ipairs(unlisted) do
+      unready(m)
     end
   end
   commit()

@@ -156,10 +156,10 @@ local function release_step(m)
     return
   end
   for number = m.version + 1, tonumber(emitted) do
-    local following = m.ladder .. 's' .. number
-    if call('HGET', prefix .. 'manifest:' .. following, 'state') == 'closed' then
-      put('HSET', ladder, 'turn', following)
-      make_ready(following, m.bucket, m.rules)
+    local following = load_manifest(m.ladder .. 's' .. number)
+    if following.state == 'closed' then
+      put('HSET', ladder, 'turn', following.id)
+      make_ready(following.id, m.bucket, following.rules)
       return
     end
   end

@@ -39,7 +39,8 @@ elseif action == 'reschedule' then
     l.fields['s' .. number] = instants[number] .. ' ' .. (stale or '-') .. ' ' .. name
     put('HSET', l.key, 's' .. number, l.fields['s' .. number])
   end
-  l.ends = tonumber(ARGV[5])
+  local sent = call('HGET', prefix .. 'manifest:' .. l.id .. 's' .. l.emitted, 'sealed')
+  set_end(l, tonumber(ARGV[5]), tonumber(instants[#instants]), sent and tonumber(sent))
   put('HSET', l.key, 'anchor', ARGV[4])
   note(l, 'rescheduled', nil, ARGV[4])
   go_on()

@@ -30,10 +30,10 @@ if fields.bucket_key ~= key or fields.event_id ~= id then
 end
 b.orders = {}
 expire(b)
-local answer = ''
+local answer, e = '', parse_event(10)
+note_known(b, fields.at, e.kind, id) -- where a ladder that starts later looks for it, it stands no more
 if ARGV[6] == 'accept' then
   local p = b.window and b.window.policy or policy_of(b.flow)
-  local e = parse_event(10)
   b.known = lookup_ids(b, { id })
   local k = b.known[id]
   local revised = k ~= nil and k.first ~= nil and fields.code ~= 'set_aside'

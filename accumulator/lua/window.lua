@@ -118,6 +118,7 @@ local function policy_of(flow, version)
         end
         break
       end
+      sure_of_absence(prefix .. 'policy:' .. name)
     end
     policies[memo] = found
   end
