@@ -276,9 +276,10 @@ class Work:
         for _ in range(3):
             for name in ("load", "interpret", "propose"):
                 self._stage(stages, name)
-            if self.approved_by is None and hasattr(stages, "approve") and self._resolve(stages.approve(self)):
-                raise NeedsApproval
             if not hasattr(stages, "revalidate") or self._resolve(stages.revalidate(self)) is not False:
+                # Nobody is asked to approve what does not hold; what was approved, since then held again.
+                if self.approved_by is None and hasattr(stages, "approve") and self._resolve(stages.approve(self)):
+                    raise NeedsApproval
                 return
             self.results.clear()
             self.approved_by = None
