@@ -290,9 +290,10 @@ class Work:
     def _stage(self, stages: Any, name: str) -> None:
         if name in self.results or not hasattr(stages, name):
             return
-        self.results[name] = self._resolve(getattr(stages, name)(self))
-        if not self._ask("save_stage", name, _encode(self.results[name], name, MAX_RESULT)):
+        text = _encode(self._resolve(getattr(stages, name)(self)), name, MAX_RESULT)
+        if not self._ask("save_stage", name, text):
             raise LeaseLost
+        self.results[name] = orjson.loads(text)  # what a later attempt finds
 
 
 class Context(Work):

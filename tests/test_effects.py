@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -568,6 +569,23 @@ def test_asynchronous_stages(life: Life) -> None:
     assert life.work() == [(window_id, "confirmed")]
     assert told == ["load", "execute"]
     assert life.do(life.ops.effects(window_id))[0].result == "7"
+
+
+def test_what_a_stage_made_is_the_same_for_each_attempt(life: Life) -> None:
+    seen = []
+    staged = Staged(
+        load=lambda ctx: {"at": datetime(2026, 1, 1, tzinfo=UTC), "pair": (1, 2)},
+        propose=lambda ctx: seen.append(ctx.results["load"]),
+        approve=True,
+        execute=lambda ctx, key: seen.append(ctx.results["load"]),
+    )
+    life.policy()
+    window_id = life.close("e1")
+    life.work()
+    assert life.decide(window_id, "approve") == ("done", "retrying")
+    assert life.work() == [(window_id, "confirmed")]
+    assert seen == [{"at": "2026-01-01T00:00:00+00:00", "pair": [1, 2]}] * 2
+    assert staged.told == ["load", "propose", "approve", "execute"]
 
 
 def test_what_a_stage_keeps_is_bounded(life: Life) -> None:
