@@ -276,9 +276,10 @@ class Work:
         for _ in range(3):
             for name in ("load", "interpret", "propose"):
                 self._stage(stages, name)
-            if self.approved_by is None and hasattr(stages, "approve") and self._resolve(stages.approve(self)):
-                raise NeedsApproval
             if not hasattr(stages, "revalidate") or self._resolve(stages.revalidate(self)) is not False:
+                # Nobody is asked to approve what does not hold; what was approved, since then held again.
+                if self.approved_by is None and hasattr(stages, "approve") and self._resolve(stages.approve(self)):
+                    raise NeedsApproval
                 return
             self.results.clear()
             self.approved_by = None
@@ -289,9 +290,10 @@ class Work:
     def _stage(self, stages: Any, name: str) -> None:
         if name in self.results or not hasattr(stages, name):
             return
-        self.results[name] = self._resolve(getattr(stages, name)(self))
-        if not self._ask("save_stage", name, _encode(self.results[name], name, MAX_RESULT)):
+        text = _encode(self._resolve(getattr(stages, name)(self)), name, MAX_RESULT)
+        if not self._ask("save_stage", name, text):
             raise LeaseLost
+        self.results[name] = orjson.loads(text)  # what a later attempt finds
 
 
 class Context(Work):

@@ -37,7 +37,7 @@ from accumulator.errors import HandlerMissing, InvalidInput, InvalidSettings
 from accumulator.policy import Policy, duration_option
 
 DEFAULT: Final = "default"
-STAGES: Final = ("load", "interpret", "propose", "approve", "revalidate", "execute", "verify", "confirm")
+STAGES: Final = ("load", "interpret", "propose", "revalidate", "approve", "execute", "verify", "confirm")
 HANDLED_SINKS: Final = frozenset({"rq", "direct"})
 """Sinks that need a handler."""
 
@@ -91,9 +91,9 @@ class Stages:
     load        the official state, now
     interpret   what the events mean
     propose     what should be done
+    revalidate  whether version, permission and deadline still hold; false drops what was kept, and the stages begin
+                anew. Asked again after an approval, since that may have taken long
     approve     whether a person must approve the proposal (true or false)
-    revalidate  whether version, permission and deadline still hold, asked before `execute` and so after an approval;
-                false drops what was kept, and the stages begin anew
     execute     does it, once, under the idempotency key that it gets as second argument
     verify      whether an `execute` that was begun and not confirmed did happen: false, or true, or its result; None is
                 "nobody can tell", which goes to reconciliation

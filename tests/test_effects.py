@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -174,6 +175,33 @@ def test_an_effect_that_nobody_can_tell_of_waits_for_a_person(life: Life, verify
     assert life.decide(window_id, "replay") == ("done", "retrying")
     assert life.work() == [(window_id, "uncertain")]
     assert world.done[f"{window_id}:charge"] == 1
+
+
+def test_a_verify_that_raises_is_asked_again_and_the_effect_stays_in_doubt(life: Life) -> None:
+    world, asked = World(), []
+
+    def verify(key: str) -> bool:
+        asked.append(key)
+        if len(asked) < 3:
+            raise ConnectionError("the bank does not answer")
+        return bool(world.done[key])
+
+    @handler("f", max_attempts=9, backoff="1ms", max_backoff="1ms")
+    def handle(ctx: Context) -> None:
+        ctx.once("charge", world.call, verify=verify)
+
+    world.dies = 1
+    life.policy()
+    window_id = life.close("e1")
+    [taken] = life.take()
+    run_attempt(life.acc, *taken[:2])
+    life.tick(1)
+    [taken] = life.take()
+    assert run_attempt(life.acc, *taken[:2]) == "failed"
+    assert life.manifest(window_id).error == "ConnectionError: the bank does not answer"
+    assert [e.state for e in life.do(life.ops.effects(window_id))] == ["uncertain"]
+    assert [how for _, how in life.work()] == ["failed", "confirmed"]
+    assert (world.done[f"{window_id}:charge"], len(asked)) == (1, 3)
 
 
 def test_verify_says_only_that_it_happened(life: Life) -> None:
@@ -358,7 +386,7 @@ def test_stages_in_their_order(life: Life) -> None:
     life.policy()
     window_id = life.close("e1")
     assert life.work() == [(window_id, "confirmed")]
-    assert staged.told == ["load", "interpret", "propose", "approve", "revalidate", "execute", "confirm"]
+    assert staged.told == ["load", "interpret", "propose", "revalidate", "approve", "execute", "confirm"]
     assert life.do(life.ops.stages(window_id)) == {"load": '{"stock":3}', "interpret": "3", "propose": "3"}
     [effect] = life.do(life.ops.effects(window_id))
     assert (effect.name, effect.state) == ("execute", "confirmed")
@@ -374,7 +402,7 @@ def test_a_retry_goes_on_where_the_stages_stopped(life: Life, failing: str) -> N
     life.close("e1")
     assert [how for _, how in life.work()] == ["failed", "confirmed"]
     paid = ["load", "interpret", "propose"]
-    free = ["approve", "revalidate"]
+    free = ["revalidate", "approve"]
     if failing in paid:
         done = paid[: paid.index(failing)]
         assert staged.told == [*done, failing, *paid[len(done) :], *free, "execute", "confirm"]
@@ -441,7 +469,7 @@ def test_an_approval_and_what_comes_after_it(life: Life) -> None:
     life.policy()
     window_id = life.close("e1")
     assert life.work() == [(window_id, "awaiting_approval")]
-    assert staged.since() == ["propose", "approve"]
+    assert staged.since() == ["propose", "revalidate", "approve"]
     assert life.do(life.ops.attention()) == [window_id]
     life.tick(60_000)
     assert life.decide(window_id, "approve") == ("done", "retrying")
@@ -461,9 +489,10 @@ def test_an_approval_and_what_comes_after_it(life: Life) -> None:
 
 def test_an_approval_is_of_one_proposal_only(life: Life) -> None:
     """A proposal that fell with its revalidation takes its approval along, also where the process dies right then."""
-    valid, versions = [False], iter(range(1, 9))
+    valid, versions = [True, False, True], iter(range(1, 9))
+    first = ["propose", "revalidate", "approve"]
     staged = Staged(
-        propose=lambda ctx: next(versions), approve=True, revalidate=lambda ctx: not valid or valid.pop(),
+        propose=lambda ctx: next(versions), approve=True, revalidate=lambda ctx: not valid or valid.pop(0),
         execute=lambda ctx, key: ctx.results["propose"],
     )  # fmt: skip
     life.policy()
@@ -478,13 +507,25 @@ def test_an_approval_is_of_one_proposal_only(life: Life) -> None:
     ctx = life.context(manifest)
     with pytest.raises(NeedsApproval):
         ctx.run()
-    assert staged.since() == ["propose", "approve", "revalidate", "propose", "approve"]
+    assert staged.since() == [*first, "revalidate", *first]
     life.tick(LEASE)
     assert life.manifest(window_id).approved_by is None
     assert life.work() == [(window_id, "awaiting_approval")]
     assert life.decide(window_id, "approve") == ("done", "retrying")
     life.work()
     assert life.do(life.ops.effects(window_id))[0].result == "2"
+
+
+def test_nobody_is_asked_to_approve_what_does_not_hold(life: Life) -> None:
+    valid = iter([False, True, True])
+    staged = Staged(propose=1, revalidate=lambda ctx: next(valid), approve=True, execute=lambda ctx, key: None)
+    life.policy()
+    window_id = life.close("e1")
+    assert life.work() == [(window_id, "awaiting_approval")]
+    assert staged.since() == ["propose", "revalidate", "propose", "revalidate", "approve"]
+    assert life.decide(window_id, "approve") == ("done", "retrying")
+    assert life.work() == [(window_id, "confirmed")]
+    assert staged.since() == ["revalidate", "execute"]
 
 
 def test_a_world_that_diverged_goes_to_reconciliation(life: Life) -> None:
@@ -528,6 +569,23 @@ def test_asynchronous_stages(life: Life) -> None:
     assert life.work() == [(window_id, "confirmed")]
     assert told == ["load", "execute"]
     assert life.do(life.ops.effects(window_id))[0].result == "7"
+
+
+def test_what_a_stage_made_is_the_same_for_each_attempt(life: Life) -> None:
+    seen = []
+    staged = Staged(
+        load=lambda ctx: {"at": datetime(2026, 1, 1, tzinfo=UTC), "pair": (1, 2)},
+        propose=lambda ctx: seen.append(ctx.results["load"]),
+        approve=True,
+        execute=lambda ctx, key: seen.append(ctx.results["load"]),
+    )
+    life.policy()
+    window_id = life.close("e1")
+    life.work()
+    assert life.decide(window_id, "approve") == ("done", "retrying")
+    assert life.work() == [(window_id, "confirmed")]
+    assert seen == [{"at": "2026-01-01T00:00:00+00:00", "pair": [1, 2]}] * 2
+    assert staged.told == ["load", "propose", "approve", "execute"]
 
 
 def test_what_a_stage_keeps_is_bounded(life: Life) -> None:

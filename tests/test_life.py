@@ -443,6 +443,8 @@ def test_a_killed_attempt_is_recorded_as_a_failure(life: Life) -> None:
         life.tick(1)
     assert life.state(window_id) == "dead"
     assert life.manifest(window_id).failures == 3
+    [waiting] = life.do(life.ops.waiting_for_people())
+    assert (waiting.cause, (waiting.error or "").split(":")[0]) == ("lease_ended", "LeaseEnded")
     assert [step[1:] for step in life.story(window_id)] == [
         ("dispatched", 1, "taken"), ("processing", 1, "begun"), ("retrying", 1, "lease_ended"),
         ("dispatched", 2, "taken"), ("processing", 2, "begun"), ("retrying", 2, "lease_ended"),
@@ -997,6 +999,30 @@ def test_those_handed_over_together_share_their_fate(life: Life, ending: str) ->
     life.begin(windows[2], 3)
     assert life.settle(windows[2], "confirmed") == "done"
     assert life.states()[:3] == ["confirmed"] * 3
+
+
+def test_together_without_one_that_is_dead(life: Life) -> None:
+    life.policy(handover="together")
+    first = bring(life, "dead")
+    windows = [life.close(f"w{n}") for n in range(3)]
+    manifest = life.begun(windows[2])
+    assert manifest.joined == tuple(windows[:2])
+    handler("f")(print)
+    ctx = Context(life.acc, find_handler("f"), tuple(map(life.manifest, windows)), TOKEN)
+    assert ctx.predecessor is not None
+    assert (ctx.predecessor.window_id, ctx.predecessor.state, ctx.predecessor_state) == (first, "dead", "dead")
+    # Replayed meanwhile, it waits for its turn, and comes before what closed since.
+    assert life.decide(first, "replay") == ("done", "retrying")
+    fifth = life.close("e9")
+    assert life.taken() == []
+    assert life.settle(windows[2], "confirmed") == "done"
+    manifest = life.begun(first, OTHER)
+    assert manifest.joined == ()
+    assert life.taken() == []
+    assert life.settle(first, "dead", token=OTHER) == "done"
+    assert life.begun(fifth).joined == ()
+    assert life.states() == ["dead", *["confirmed"] * 3, "processing"]
+    life.check()
 
 
 def test_together_and_unordered(life: Life) -> None:

@@ -9,14 +9,23 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+import redis
+from pydantic import SecretStr
 
 import accumulator.handlers
+from accumulator.client import Accumulator
 from accumulator.context import Context
-from accumulator.handlers import handler
+from accumulator.errors import ServerRefused
+from accumulator.handlers import Stages, handler
 from accumulator.operations import Outcome, Taken
+from accumulator.policy import Policy
 from accumulator.runner import run_attempt
-from tests.conftest import MakeClient, event
+from accumulator.settings import Config, Settings
+from accumulator.worker import Worker
+from tests.conftest import MakeClient, StartServer, event, wait_until
+from tests.invariants import check_invariants
 from tests.life import KEY, OTHER, WATCH, Life
+from tests.test_worker import at_work
 
 HOUR = 3_600_000
 
@@ -254,3 +263,40 @@ def test_b087_steps_of_one_customer_stay_in_order_and_happen_once(life: Life) ->
         life.check()
     assert done == [str(n) for n in range(1, 51)]
     assert attempts > 10
+
+
+# --- a full server ----------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_starts_on_a_full_server_empties_it(
+    start_server: StartServer, server_kind: str, namespace: str
+) -> None:
+    """Windows close, stages and effects are kept, manifests settle; only what is new is refused."""
+    server = start_server(config={"maxmemory-policy": "noeviction"})
+    done: Counter[str] = Counter()
+
+    @handler("f")
+    class Careful(Stages):
+        def load(self, ctx: Context) -> object:
+            return {"so many": len(ctx.events)}
+
+        def execute(self, ctx: Context, key: str) -> object:
+            done[key] += 1
+            ctx.leave({"until": ctx.manifest.window_version})
+            return ctx.results["load"]
+
+    policy = {"inactivity": "200ms", "sink": "direct"}
+    with redis.Redis.from_url(server.url) as control, Accumulator(server.url, namespace=namespace) as client:
+        client.load_policy("f", policy)
+        client.push_many([event(f"e{n}", f"t:f:{n % 20}") for n in range(100)])
+        control.config_set("maxmemory", "1mb")
+        with pytest.raises(ServerRefused, match="OOM"):
+            client.push(event("new", "t:f:new"))
+        settings = Settings(redis_url=SecretStr(server.url), namespace=namespace)
+        with at_work(Worker(settings, Config(policies={"f": Policy.load("f", policy)}))):
+            wait_until(lambda: client.counters().get("manifest:confirmed") == 20)
+        assert set(done.values()) == {1}
+        assert len(done) == 20
+        control.config_set("maxmemory", "0")
+        assert all(m.state == "confirmed" for n in range(20) for m in client.manifests(f"t:f:{n}"))
+        check_invariants(control, namespace)

@@ -308,7 +308,8 @@ local function manifest_timer(window_id)
   elseif m.state == 'processing' then
     -- Its process was killed, perhaps by what it had at hand: it waits as one that failed.
     local pause, longest = match(call('HGET', m.name, 'pause') or '1000 600000', '^(%d+) (%d+)$')
-    fail(m, 'lease_ended', math.min(tonumber(longest), pause * 2 ^ math.min(m.failures, 40)))
+    fail(m, 'lease_ended', math.min(tonumber(longest), pause * 2 ^ math.min(m.failures, 40)), 'error',
+      'LeaseEnded: its process was killed, or did not say in time how it ended')
   elseif m.state == 'retrying' then
     make_ready(m.id, m.bucket, m.rules)
   elseif m.state == 'awaiting_approval' then
