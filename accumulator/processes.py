@@ -63,7 +63,7 @@ class Processes(Role):
             _sweep(process)
             code = process.returncode
             if code != OVERDUE:  # which says nothing against starting the next one
-                how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+                how = f"ended with code {code}" if code >= 0 else f"was ended by a signal: {signal.strsignal(-code)}"
                 self.stopping.wait(self.trouble.met(InternalError(f"a process of the role {self.name} {how}")))
         while len(self._running) < self._count and not self.stopping.is_set():
             self._running.append(self._start())

@@ -102,7 +102,7 @@ def test_threads_of_a_process(live: Accumulator, started: Callable[..., Any], ou
 
 
 @one_server
-@pytest.mark.parametrize(("flow", "how"), [("crash", "SIGKILL"), ("fault", "SIGSEGV")])
+@pytest.mark.parametrize(("flow", "how"), [("crash", "Killed"), ("fault", "Segmentation fault")])
 def test_a_process_that_dies_is_replaced(
     live: Accumulator, started: Callable[..., Any], out: Path, flow: str, how: str
 ) -> None:
@@ -110,7 +110,9 @@ def test_a_process_that_dies_is_replaced(
     with started() as worker:
         flush(live, flow, out)
         wait_until(lambda: bool(worker.said("trouble")))
-        assert worker.said("trouble")[0]["detail"].endswith(f"a process of the role runner was ended by {how}")
+        assert worker.said("trouble")[0]["detail"].endswith(
+            f"a process of the role runner was ended by a signal: {how}"
+        )
         assert only(live, flow).state == "processing"
         assert let_pass(live) == 1
         wait_until(lambda: only(live, flow).state == "confirmed")
