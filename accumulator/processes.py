@@ -61,9 +61,10 @@ class Processes(Role):
         for process in [process for process in self._running if process.poll() is not None]:
             self._running.remove(process)
             _sweep(process)
-            if process.returncode != OVERDUE:  # which says nothing against starting the next one
-                problem = InternalError(f"a process of the role {self.name} ended with code {process.returncode}")
-                self.stopping.wait(self.trouble.met(problem))
+            code = process.returncode
+            if code != OVERDUE:  # which says nothing against starting the next one
+                how = f"ended with code {code}" if code >= 0 else f"was ended by a signal: {signal.strsignal(-code)}"
+                self.stopping.wait(self.trouble.met(InternalError(f"a process of the role {self.name} {how}")))
         while len(self._running) < self._count and not self.stopping.is_set():
             self._running.append(self._start())
             self._started_at = monotonic()

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import threading
+from pathlib import Path
 from typing import Any
 
 from accumulator import Context, handler
@@ -66,8 +67,14 @@ def crash(ctx: Context) -> None:
 
 @handler("who", timeout="5m")
 def tell_which_process(ctx: Context) -> None:
+    """Lasts so many seconds, or until there is the file `go` beside what it writes."""
     _write(ctx, f"begun {os.getpid()}")
-    threading.Event().wait(_told(ctx)["seconds"])
+    go, pause = Path(_told(ctx)["out"]).with_name("go"), threading.Event()
+    if (seconds := _told(ctx).get("seconds")) is not None:
+        pause.wait(seconds)
+    else:
+        while not go.exists():
+            pause.wait(0.02)
     _write(ctx, f"ended {os.getpid()}")
 
 
