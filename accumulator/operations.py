@@ -29,6 +29,7 @@ from accumulator.health import Health, beat, end, read_health, read_setup
 from accumulator.ladder_operations import LadderOperations
 from accumulator.manifest import RELATIONS, Contents, Manifest, StoredEvent, read_manifest, replay
 from accumulator.policy import Policy, shown
+from accumulator.scripts import script
 from accumulator.store import Call, Operation, Reply, answer, as_pairs, as_stream
 
 T = TypeVar("T")
@@ -40,6 +41,8 @@ CALL_EVENTS: Final = 500
 CALL_BYTES: Final = 1 << 20
 ROUND_EVENTS: Final = 10_000
 PAGE: Final = 1000
+POLICIES: Final = 1000
+"""Policies that are remembered."""
 ATTENTION: Final = ("awaiting_approval", "uncertain", "dead", "reconciling")
 """States in which a manifest waits for somebody."""
 DECISIONS: Final = ("approve", "refuse", "replay", "discard", "confirm")
@@ -329,6 +332,7 @@ class Operations(LadderOperations):
         self.partitions = 0
         self.prefixes: list[str] = []
         self._flows: set[str] = set()
+        self._policies: dict[int, Policy] = {}
         self._ceilings = {name: default for name, (_, default) in _CEILINGS.items()}
         self._allowances: dict[str, list[int]] | None = None
         self._counted = -math.inf
@@ -349,6 +353,7 @@ class Operations(LadderOperations):
         new = not {b"format", b"partitions", b"mode"} <= found.keys()
         if new:
             self._flows.clear()
+            self._policies.clear()
             replies = yield [
                 Call(("HSETNX", meta, field, value))
                 for field, value in (
@@ -885,6 +890,14 @@ class Operations(LadderOperations):
         """Takes a worker's sign of life back: it ends as it should."""
         yield from end(self.namespace, sign)
 
+    def warm(self) -> Operation[None]:
+        """Learns what every attempt needs, so that processes that fork from this one know it."""
+        yield from self.connect()
+        for number, policy in (yield from self.policies()).values():
+            self._keep(number, policy)
+        for name in ("begin", "settle"):
+            script(name)
+
     def owner(self, window_id: str) -> Operation[str | None]:
         """The bucket key of a manifest; None where there is none of that id."""
         yield from self.connect()
@@ -1080,14 +1093,23 @@ class Operations(LadderOperations):
     def policy_of(self, manifest: Manifest) -> Operation[Policy]:
         """The policy that a manifest's window obeyed."""
         yield from self.connect()
+        if manifest.flow_policy in self._policies:
+            return self._policies[manifest.flow_policy]
         prefix = self.prefix_of(manifest.bucket_key)
         field = f"{manifest.flow_policy}:json"
         replies = yield [Call(("HGET", keys.policy(prefix, flow), field)) for flow in (manifest.flow, "default")]
         for reply in replies:
             text = answer(reply)
             if text is not None:
-                return Policy.from_json(text.decode())
+                return self._keep(manifest.flow_policy, Policy.from_json(text.decode()))
         raise UnknownFlow(manifest.flow)
+
+    def _keep(self, number: int, policy: Policy) -> Policy:
+        """Of a number there is one policy in the namespace, and it stays as it is."""
+        if len(self._policies) >= POLICIES:
+            self._policies.clear()
+        self._policies[number] = policy
+        return policy
 
     def record(self, manifest: Manifest) -> Operation[None]:
         """Writes ids, digests and flags into the manifest, where they outlive its payloads."""
