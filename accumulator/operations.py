@@ -41,8 +41,6 @@ CALL_EVENTS: Final = 500
 CALL_BYTES: Final = 1 << 20
 ROUND_EVENTS: Final = 10_000
 PAGE: Final = 1000
-POLICIES: Final = 1000
-"""Policies that are remembered."""
 ATTENTION: Final = ("awaiting_approval", "uncertain", "dead", "reconciling")
 """States in which a manifest waits for somebody."""
 DECISIONS: Final = ("approve", "refuse", "replay", "discard", "confirm")
@@ -332,7 +330,7 @@ class Operations(LadderOperations):
         self.partitions = 0
         self.prefixes: list[str] = []
         self._flows: set[str] = set()
-        self._policies: dict[int, Policy] = {}
+        self._policies: dict[tuple[str, int], tuple[float, Policy]] = {}
         self._ceilings = {name: default for name, (_, default) in _CEILINGS.items()}
         self._allowances: dict[str, list[int]] | None = None
         self._counted = -math.inf
@@ -353,7 +351,6 @@ class Operations(LadderOperations):
         new = not {b"format", b"partitions", b"mode"} <= found.keys()
         if new:
             self._flows.clear()
-            self._policies.clear()
             replies = yield [
                 Call(("HSETNX", meta, field, value))
                 for field, value in (
@@ -893,8 +890,8 @@ class Operations(LadderOperations):
     def warm(self) -> Operation[None]:
         """Learns what every attempt needs, so that processes that fork from this one know it."""
         yield from self.connect()
-        for number, policy in (yield from self.policies()).values():
-            self._keep(number, policy)
+        for flow, (number, policy) in (yield from self.policies()).items():
+            self._policies[flow, number] = math.inf, policy
         for name in ("begin", "settle"):
             script(name)
 
@@ -1091,25 +1088,24 @@ class Operations(LadderOperations):
         return bool(answer(replies[0]) == b"done")
 
     def policy_of(self, manifest: Manifest) -> Operation[Policy]:
-        """The policy that a manifest's window obeyed."""
+        """The policy that a manifest's window obeyed. Its version never changes; read anew once a minute all the same,
+        since the namespace may have been wiped."""
         yield from self.connect()
-        if manifest.flow_policy in self._policies:
-            return self._policies[manifest.flow_policy]
+        known = self._policies.get((manifest.flow, manifest.flow_policy))
+        if known is not None and known[0] > time.monotonic():
+            return known[1]
         prefix = self.prefix_of(manifest.bucket_key)
         field = f"{manifest.flow_policy}:json"
         replies = yield [Call(("HGET", keys.policy(prefix, flow), field)) for flow in (manifest.flow, "default")]
         for reply in replies:
             text = answer(reply)
             if text is not None:
-                return self._keep(manifest.flow_policy, Policy.from_json(text.decode()))
+                policy = Policy.from_json(text.decode())
+                if len(self._policies) >= 1000:
+                    self._policies.clear()
+                self._policies[manifest.flow, manifest.flow_policy] = time.monotonic() + 60, policy
+                return policy
         raise UnknownFlow(manifest.flow)
-
-    def _keep(self, number: int, policy: Policy) -> Policy:
-        """Of a number there is one policy in the namespace, and it stays as it is."""
-        if len(self._policies) >= POLICIES:
-            self._policies.clear()
-        self._policies[number] = policy
-        return policy
 
     def record(self, manifest: Manifest) -> Operation[None]:
         """Writes ids, digests and flags into the manifest, where they outlive its payloads."""

@@ -40,7 +40,6 @@ PATIENCE: Final = 20.0
 """s that an attempt waits for a server that does not answer, before its handler runs."""
 
 _BRIEF_LEASE: Final = 60_000
-_LOG = get_logger("runner")
 Guard = Callable[[float], AbstractContextManager[object]]
 """Makes what limits a block to so many seconds by raising Timeout in it, where that can be done."""
 
@@ -82,7 +81,7 @@ class Attempt:
         self._emission: Emission | None = None
         self._lock = threading.Lock()
         self._ended = False
-        self._log = _LOG.bind(window_id=window_id, attempt=attempt)
+        self._log = get_logger("runner").bind(window_id=window_id, attempt=attempt)
 
     def run(self) -> str | None:
         """How it ended, as settle takes it; None where this attempt had or has no say. Raises nothing of the handler's;
