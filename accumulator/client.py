@@ -106,14 +106,16 @@ class Accumulator:
         self.operations.cluster = self.store.cluster
 
     @classmethod
-    def from_settings(cls, settings: Settings, **options: Any) -> Self:
-        """What the settings name. A partition count that nobody chose is the namespace's own."""
+    def from_settings(cls, settings: Settings, client: SyncClient | None = None, **options: Any) -> Self:
+        """What the settings name, on a `client` of that server where one is given. A partition count that nobody chose
+        is the namespace's own."""
+        if client is None:
+            options["socket_timeout"] = settings.socket_timeout / 1000
+            options["socket_connect_timeout"] = settings.socket_connect_timeout / 1000
         return cls(
-            settings.url,
+            settings.url if client is None else client,
             namespace=settings.namespace,
             partitions=settings.partitions if "partitions" in settings.model_fields_set else None,
-            socket_timeout=settings.socket_timeout / 1000,
-            socket_connect_timeout=settings.socket_connect_timeout / 1000,
             **options,
         )
 

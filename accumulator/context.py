@@ -168,7 +168,7 @@ class Work:
 
     def _resolve(self, value: Any) -> Any:
         """The value, or what a coroutine gives, run to its end in a loop of its own, within the handler's timeout."""
-        if not inspect.isawaitable(value):
+        if value is None or not inspect.isawaitable(value):
             return value
         try:
             asyncio.get_running_loop()

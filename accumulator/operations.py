@@ -29,6 +29,7 @@ from accumulator.health import Health, beat, end, read_health, read_setup
 from accumulator.ladder_operations import LadderOperations
 from accumulator.manifest import RELATIONS, Contents, Manifest, StoredEvent, read_manifest, replay
 from accumulator.policy import Policy, shown
+from accumulator.scripts import script
 from accumulator.store import Call, Operation, Reply, answer, as_pairs, as_stream
 
 T = TypeVar("T")
@@ -920,6 +921,14 @@ class Operations(LadderOperations):
     def rest(self, sign: str) -> Operation[None]:
         """Takes a worker's sign of life back: it ends as it should."""
         yield from end(self.namespace, sign)
+
+    def warm(self) -> Operation[None]:
+        """Learns what every attempt needs, so that processes that fork from this one know it."""
+        yield from self.connect()
+        for flow, (number, policy) in (yield from self.policies()).items():
+            self._policies[flow, number] = math.inf, policy
+        for name in ("begin", "settle"):
+            script(name)
 
     def owner(self, window_id: str) -> Operation[str | None]:
         """The bucket key of a manifest; None where there is none of that id."""

@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from math import ceil
 from time import monotonic
 from typing import Any, Final
@@ -43,9 +44,16 @@ _USUAL_TIMEOUT: Final = 300_000
 
 
 def rq_client(url: str) -> redis.Redis:
-    """A client as RQ wants it: replies as bytes, whatever the URL says."""
+    """A client as RQ wants it: replies as bytes, whatever the URL says.
+
+    Each job's process connects anew, and redis-py would read its own version from disk first, then tell it, its name,
+    the protocol and a wish in a call each: here it connects and nothing else.
+    """
     pool = redis.ConnectionPool.from_url(url, retry=Retry(NoBackoff(), 1))
     pool.connection_kwargs["decode_responses"] = False
+    pool.connection_kwargs.setdefault("protocol", 2)
+    if hasattr(pool.make_connection(), "driver_info"):  # a release that can be told to leave it out
+        pool.connection_kwargs["driver_info"] = None
     return redis.Redis.from_pool(pool)
 
 
@@ -145,15 +153,16 @@ _process: Accumulator | None = None
 _process_lock = threading.Lock()
 
 
-def _prepare(settings: Settings, config: Config | None) -> Accumulator:
-    """The accumulator of this process, with the handlers there. In a worker that forks it is made before."""
+def _prepare(settings: Settings, config: Config | None, client: redis.Redis | None = None) -> Accumulator:
+    """The accumulator of this process, with the handlers there; on RQ's own `client` where one is given, so that a
+    job's process makes one connection instead of two. In a worker that forks it is made before."""
     global _process
     with _process_lock:
         if _process is None:
             if config is not None:
                 settings = settings.with_config(config)
                 load_handlers(config.handlers)
-            _process = Accumulator.from_settings(settings)
+            _process = Accumulator.from_settings(settings, client)
         return _process
 
 
@@ -164,18 +173,27 @@ def run_job(window_id: str, attempt: int) -> None:
     if accumulator is None:
         settings = Settings()
         accumulator = _prepare(settings, find_config(settings))
-    run_attempt(accumulator, window_id, attempt, limit=_alarm)
+    try:
+        run_attempt(accumulator, window_id, attempt, limit=partial(_alarm, accumulator))
+    except BaseException:
+        accumulator.store.close()  # RQ, too, may have interrupted a call, and uses the connection after us
+        raise
 
 
 @contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
+def _alarm(accumulator: Accumulator, seconds: float) -> Iterator[None]:
     """Raises Timeout in the block after so many seconds, and leaves RQ's own alarm as it was. Only the main thread can
-    be interrupted; elsewhere RQ's own timeout has to do."""
+    be interrupted; elsewhere RQ's own timeout has to do. A call that was interrupted may have left its answer unread:
+    those that follow go over other connections."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    rang = False
+
     def ring(*_: object) -> None:
+        nonlocal rang
+        rang = True
         raise Timeout
 
     began = monotonic()
@@ -188,6 +206,8 @@ def _alarm(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
         if left:
             signal.setitimer(signal.ITIMER_REAL, max(0.001, left - (monotonic() - began)))
+        if rang:
+            accumulator.store.close()
 
 
 def work(
@@ -202,11 +222,12 @@ def work(
     `url` is RQ's server where it is another one than settings and configuration say, `queue` the only queue it works
     on. It gives signs of life, but where it is `supervised` by a worker that does.
     """
-    accumulator = _prepare(settings, config)
-    accumulator.store.perform(accumulator.operations.connect())
-    accumulator.store.close()  # each job's process makes connections of its own
     settings = settings if config is None else settings.with_config(config)
-    client = rq_client(settings.rq_server if url is None else url)
+    server = settings.rq_server if url is None else url
+    client = rq_client(server)
+    accumulator = _prepare(settings, config, client if server == settings.url else None)
+    accumulator.store.perform(accumulator.operations.warm())
+    accumulator.store.close()  # each job's process makes connections of its own
     names = (queue,) if queue is not None else (QUEUE,) if config is None else config.queues
     with client, nullcontext() if supervised else _pulse(settings):
         queues = [rq.Queue(name, connection=client) for name in names]

@@ -48,6 +48,7 @@ class Script:
 
     name: str
     source: str
+    sha: str
 
     @cached_property
     def plain(self) -> str:
@@ -55,12 +56,12 @@ class Script:
         return self.source.partition("\n")[2]
 
     @cached_property
-    def sha(self) -> str:
-        return hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
-
-    @cached_property
     def plain_sha(self) -> str:
-        return hashlib.sha1(self.plain.encode(), usedforsecurity=False).hexdigest()
+        return _sha(self.plain)
+
+
+def _sha(text: str) -> str:
+    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
 @lru_cache
@@ -70,4 +71,5 @@ def script(name: str) -> Script:
     shebang, _, body = text.partition("\n")
     declared = re.search(r"^-- parts: (.+)$", body, re.MULTILINE)
     parts = [part.strip() for part in declared.group(1).split(",")] if declared else []
-    return Script(name, "\n".join([shebang, *(read(part) for part in parts), body]))
+    source = "\n".join([shebang, *(read(part) for part in parts), body])
+    return Script(name, source, _sha(source))

@@ -366,7 +366,7 @@ def as_pairs(reply: Reply) -> list[tuple[Any, Any]]:
     reply = answer(reply)
     if reply is None:
         return []
-    if isinstance(reply, Mapping):
+    if not isinstance(reply, list) and isinstance(reply, Mapping):  # in this order: to ask about a Mapping is slow
         return list(reply.items())
     if reply and isinstance(reply[0], list | tuple):
         return [(pair[0], pair[1]) for pair in reply]

@@ -99,7 +99,7 @@ def test_the_users_own_rq_worker(
         running(Closer(one), Dispatcher(one, server.url)),
     ):
         live.push_many([event("e1", key, payload={"out": str(out), "text": "客户 🙂"}) for key in keys])
-        wait_until(lambda: settled(live) and not live.open_buckets(), timeout=100)
+        wait_until(lambda: not live.open_buckets() and settled(live), timeout=100)
     assert Counter(line[1] for line in written(out)) == dict.fromkeys(keys, 1)
     assert [only(live, key).state for key in keys] == ["confirmed"] * 5
     assert queue.connection.keys("rq:job:*") == []  # a job that ended well leaves nothing
