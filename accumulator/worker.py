@@ -53,11 +53,13 @@ class Worker:
     """Runs `roles` of ROLES or `rq`, and `rq_workers` RQ worker processes, on what `settings` and `config` name.
 
     `threads` is how many handlers the role `runner` runs at a time, and how many requests the role `webhook` makes:
-    by default THREADS. With `processes`, the runner is so many processes, of one thread where `threads` is not given.
+    by default THREADS. With `processes`, the runner is so many processes, of one thread where `threads` is not given;
+    they connect by the settings' URL.
     `accumulator` gives a connection instead of the settings' URL (a RedisCluster may be behind it; RQ does not work on
     one). `rq_url` is RQ's server where it is another one than settings and configuration say. `start_within`: seconds
     in which the server must answer at the start; later, however long it is away, the worker waits for it. Raises
-    InvalidSettings for an unknown role, for `processes` without a runner, and for a webhook's secret that is not there.
+    InvalidSettings for an unknown role, for `processes` without a runner or with an `accumulator`, and for a webhook's
+    secret that is not there.
     """
 
     def __init__(
@@ -78,6 +80,8 @@ class Worker:
             raise InvalidSettings("roles", f"there is no role {odd[0]!r}: choose of {', '.join((*ROLES, 'rq'))}")
         if processes and "runner" not in roles:
             raise InvalidSettings("processes", "needs the role runner, whose handlers they run")
+        if processes and accumulator is not None:
+            raise InvalidSettings("processes", "connect as the settings say: they can't use a client that is given")
         rq_workers = rq_workers or int("rq" in roles)
         self.settings = settings if config is None else settings.with_config(config)
         self.config = Config() if config is None else config

@@ -213,6 +213,11 @@ def test_they_do_not_outlive_a_killed_worker(live: Accumulator, started: Callabl
     assert causes(live, "who")[-1] == ("retrying", "Stopped")
 
 
-def test_processes_need_the_role() -> None:
+def test_processes_need_the_role_and_the_settings() -> None:
     with pytest.raises(InvalidSettings, match="needs the role runner"):
         Worker(Settings(), roles=["closer"], processes=2)
+    with (
+        Accumulator("redis://127.0.0.1:1/0") as given,
+        pytest.raises(InvalidSettings, match="connect as the settings say"),
+    ):
+        Worker(Settings(), processes=2, accumulator=given)
