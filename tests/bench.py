@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 from itertools import count, islice
 from typing import Any, Final, NamedTuple
@@ -348,6 +348,27 @@ def further_memory(bench: Bench, upto: int) -> Figure:
     return Figure((bench.used_memory() - before) / buckets / (upto - 1), f"2nd to {upto}th of a window")
 
 
+LADDER: Final[dict[str, Any]] = {
+    "timezone": "America/Sao_Paulo",
+    "steps": [{"name": name, "offset": f"{days}d"} for name, days in zip("abcd", (-3, 0, 3, 10), strict=True)],
+    "cancel_on": ["paid"],
+    "final_wait": "5d",
+    "escalate": True,
+}
+
+
+def ladder_memory(bench: Bench) -> Figure:
+    accumulator = bench.fresh(opened=0)
+    accumulator.load_ladder("dunning", LADDER)
+    due, ladders = datetime.now(UTC) + timedelta(days=20), bench.many(20_000, 100)
+    for number in range(-1000, 0):
+        accumulator.start_ladder("dunning", bucket(number), due, {"amount": 1250.5})
+    before = bench.used_memory()
+    for number in range(ladders):
+        accumulator.start_ladder("dunning", bucket(number), due, {"amount": 1250.5})
+    return Figure((bench.used_memory() - before) / ladders, f"{ladders:,} ladders of four steps, all their keys")
+
+
 @handler("noop")
 def do_nothing(_: Context) -> None:
     """Its cost is ours alone."""
@@ -513,6 +534,7 @@ ROWS: Final = (
     Row("memory: open bucket with one 300-byte event", 1950, 1200, " B", open_memory),
     Row("memory: each further event", 430, 340, " B", lambda b: further_memory(b, 10)),
     Row("memory: each further event, longer window", None, None, " B", lambda b: further_memory(b, 100)),
+    Row("memory: a running ladder", 1200, 900, " B", ladder_memory),
 )
 _WIDTH: Final = max(len(row.name) for row in ROWS)
 

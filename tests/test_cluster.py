@@ -229,7 +229,7 @@ def test_no_payment_is_missed_while_a_slot_moves(cluster: list[EmbeddedServer]) 
         assert refused["paid"] > 3
         assert accumulator.push(_event(9, 1, "paid")).outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE)
         assert accumulator.start_ladder("dunning", "acme:order:2", AT + timedelta(days=9)).state == "cancelled"
-        assert [run.state for run in accumulator.ladders()] == ["running", "cancelled", "cancelled"]
+        assert Counter(run.state for run in accumulator.ladders()) == {"running": 1, "cancelled": 2}
     finally:
         for node in nodes:
             node.close()

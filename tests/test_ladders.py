@@ -7,7 +7,9 @@ import random
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -24,7 +26,7 @@ from accumulator.embedded import EmbeddedServer
 from accumulator.emission import Emission, idempotency_key, is_emission
 from accumulator.errors import InvalidInput, InvalidLadder, UnknownFlow, UnknownLadder
 from accumulator.handlers import PermanentError, on_cancelled, on_escalated, step_handler
-from accumulator.ladder_operations import LadderMoved
+from accumulator.ladder_operations import LadderMoved, LadderStarted
 from accumulator.ladders import Ladder
 from accumulator.runner import run_attempt
 from accumulator.scripts import NAMES, script
@@ -711,7 +713,9 @@ def test_a_step_that_has_not_begun_is_not_executed(ready: Accumulator, clock: Vi
     assert work.all() == ["confirmed", "confirmed"]  # both `cancelled`
 
 
-def test_a_retry_after_the_payment_is_not_executed(ready: Accumulator, clock: VirtualClock, work: Hands) -> None:
+def test_a_retry_after_the_payment_is_not_executed(
+    ready: Accumulator, clock: VirtualClock, work: Hands, caplog: pytest.LogCaptureFixture
+) -> None:
     begun: list[str] = []
 
     @step_handler("cobranca", backoff="1s")
@@ -732,6 +736,8 @@ def test_a_retry_after_the_payment_is_not_executed(ready: Accumulator, clock: Vi
     failed = ready.emission(run.timeline[1].emission_id or "")
     assert failed is not None
     assert failed.error == "ValueError: (its message quotes the payload)"
+    assert started.ladder_id in caplog.text
+    assert "sk-1234" not in caplog.text
 
 
 def test_steps_of_a_ladder_keep_their_order(ready: Accumulator, clock: VirtualClock, work: Hands) -> None:
@@ -948,6 +954,57 @@ def test_whatever_races_and_dies_nothing_is_sent_twice_or_after_the_payment(
     for run in acc.ladders():
         steps = [h.step for h in run.timeline if h.event in ("step", "skipped")]
         assert steps == [step["name"] for step in INVOICE["steps"][: len(steps)]]
+
+
+def together(*works: Callable[[], object]) -> None:
+    """Runs them at the same moment, in threads; raises what one of them raises."""
+    gate = threading.Barrier(len(works))
+    with ThreadPoolExecutor(len(works)) as pool:
+        for done in [pool.submit(lambda work=work: (gate.wait(), work())) for work in works]:  # type: ignore[misc]
+            done.result()
+
+
+@pytest.mark.parametrize("start_id", [None, "F-1"])
+def test_of_starts_that_race_one_starts(live: Accumulator, make_client: MakeClient, start_id: str | None) -> None:
+    live.load_policy("fatura", {"inactivity": "10s"})
+    live.load_ladder("cobranca", INVOICE)
+    due = datetime.now(UTC) + timedelta(days=9)
+    clients = [Accumulator(make_client(), namespace=live.operations.namespace) for _ in range(4)]
+    for number in range(10):
+        answers: list[LadderStarted] = []
+
+        def start(acc: Accumulator, key: str = f"t:fatura:{number}", into: list[LadderStarted] = answers) -> None:
+            into.append(acc.start_ladder("cobranca", key, due, start_id=start_id))
+
+        together(*(partial(start, acc) for acc in clients))
+        assert Counter(answer.outcome for answer in answers) == {"started": 1, "there": 3}
+        assert len({answer.ladder_id for answer in answers}) == 1
+
+
+def test_no_start_that_races_the_payment_goes_on(live: Accumulator, make_client: MakeClient) -> None:
+    live.load_policy("fatura", {"inactivity": "10s"})
+    live.load_ladder("cobranca", INVOICE)
+    due = datetime.now(UTC) - timedelta(days=1)
+    one, two = (Accumulator(make_client(), namespace=live.operations.namespace) for _ in range(2))
+    for number in range(40):
+        key = f"t:fatura:{number}"
+        together(
+            partial(one.start_ladder, "cobranca", key, due), partial(two.push, event(f"P{number}", key, kind="pago"))
+        )
+        [run] = live.ladders(bucket_key=key)
+        assert (run.state, run.by_event) == ("cancelled", f"P{number}")
+    # Whatever was emitted before it came.
+    assert all(h.state == "discarded" for run in live.ladders() for h in live.ladder(run.ladder_id).timeline if h.step)  # type: ignore[union-attr]
+
+
+def test_a_thousand_due_at_once_are_a_few_short_scripts(ready: Accumulator, clock: VirtualClock) -> None:
+    for number in range(1000):
+        ready.start_ladder("cobranca", f"t:fatura:{number}", in_days(clock, 4))
+    clock.advance("1d", worker=False)
+    handled = [ready.store.perform(ready.operations.tick(p, 100)).handled for _ in range(4) for p in range(4)]
+    assert max(handled) == 100
+    assert ready.counters()["ladder:step"] == sum(handled) == 1000
+    assert {run.emitted for run in ready.ladders("running")} == {1}
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------
