@@ -127,6 +127,11 @@ def inflight(prefix: str) -> str:
     return f"{prefix}inflight"
 
 
+def taking(prefix: str) -> str:
+    """Hash: tenant with a limit → who takes of it just now, and until when at the most."""
+    return f"{prefix}taking"
+
+
 def attention(prefix: str) -> str:
     """Sorted set: manifests that wait for somebody, by since when."""
     return f"{prefix}attention"

@@ -975,19 +975,53 @@ class Operations(LadderOperations):
         return _read_taken(replies[0])
 
     def take_of(
-        self, partition: int, sink: str, limits: Mapping[str, int], count: int, watch_ms: int
+        self,
+        partition: int,
+        sink: str,
+        limits: Mapping[str, int],
+        count: int,
+        watch_ms: int,
+        token: str = "",
+        reserved: Sequence[str] = (),
     ) -> Operation[tuple[list[Taken], dict[str, int]]]:
         """The same of these tenants only, of each of which up to its limit may be in flight in this partition; and how
-        many each has left there. A negative limit: only such as are in flight already, and were lost."""
+        many each has left there. A negative limit: only such as are in flight already, and were lost. What `token`
+        had `reserved` is let go."""
         yield from self.connect()
         prefix = self.prefixes[partition]
         pairs = [part for pair in limits.items() for part in pair]
-        replies = yield [
+        take = [
             self._script("take", prefix, sink, count, watch_ms, 0, *pairs),
             *(Call(("LLEN", keys.ready(prefix, sink, tenant))) for tenant in limits),
         ]
-        left = {tenant: int(answer(reply)) for tenant, reply in zip(limits, replies[1:], strict=True)}
+        let_go = [self._script("reserve", self._home(tenant), tenant, token, 0) for tenant in reserved]
+        if let_go and self.cluster:  # where the calls of a round are in no order
+            replies = yield take
+            yield let_go
+        else:
+            replies = yield [*take, *let_go]
+        left = {tenant: int(answer(reply)) for tenant, reply in zip(limits, replies[1:], strict=False)}
         return _read_taken(replies[0]), left
+
+    def reserve(self, tenants: Sequence[str], token: str, hold_ms: int) -> Operation[dict[str, list[int]]]:
+        """Makes `token` the only one to take of these tenants, for `hold_ms` at the most or until `take_of`: how many
+        each has in flight, for each partition, those aside of which somebody else takes."""
+        yield from self.connect()
+        ask = [self._script("reserve", self._home(tenant), tenant, token, hold_ms) for tenant in tenants]
+        read = [Call(("HMGET", keys.inflight(prefix), *tenants)) for prefix in self.prefixes]
+        if self.cluster:
+            told = [*(yield ask), *(yield read)]
+        else:
+            told = yield [*ask, *read]
+        counts = [[int(number or 0) for number in answer(reply)] for reply in told[len(ask) :]]
+        return {
+            tenant: [count[i] for count in counts]
+            for i, (tenant, reply) in enumerate(zip(tenants, told, strict=False))
+            if int(answer(reply))
+        }
+
+    def _home(self, tenant: str) -> str:
+        return self.prefixes[keys.partition_of(tenant, self.partitions)]
 
     def tenants(self, sink: str, partitions: Sequence[int]) -> Operation[list[list[str]]]:
         """The tenants (at most 1000) that have manifests of a sink ready, for each of these partitions."""

@@ -25,6 +25,7 @@ NAMES = (
     "move_ladder",
     "number_policy",
     "record",
+    "reserve",
     "resolve",
     "retract",
     "settle",

@@ -8,6 +8,7 @@ each up to its limit; partitions of one tenant in turn too.
 from __future__ import annotations
 
 import random
+import secrets
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,6 @@ from time import monotonic
 from typing import Final
 
 from accumulator.client import Accumulator
-from accumulator.keys import partition_of
 from accumulator.operations import Taken
 from accumulator.role import SILENCE, read_wake, server_offset
 
@@ -30,99 +30,74 @@ def _tenant(bucket_key: str) -> str:
 
 
 class InFlight:
-    """How many manifests of each tenant are dispatched or processing, and how many may be: `limits` maps tenants, and
-    ``default`` for all others, to that number; who is in neither has no limit.
+    """How many manifests of each tenant may be dispatched or processing: `limits` maps tenants, and ``default`` for all
+    others, to that number; who is in neither has no limit.
 
-    Counted on the server once a second, and just before each taking when a limit is near. One for all roles of a
-    process, which then keep to it exactly; workers side by side may exceed it by what they take at the same moment.
+    Kept exactly, whatever the number of workers: one at a time counts what a tenant with a limit has in flight, and
+    takes. Tenants without one cost nothing of this.
     """
 
-    STALE: Final = 1.0
-    NEAR: Final = 0.02
-    """s that a count is good for, far from a limit and near it."""
+    FULL: Final = 0.05
+    """s after which a tenant at its limit is counted again, where nothing of it ended here."""
+    BUSY: Final = 0.002
+    """s after which it is tried again where somebody else takes of it."""
+    HOLD: Final = 2_000
+    """ms after which a taker that does not let go is taken for dead."""
 
     def __init__(self, accumulator: Accumulator, limits: Mapping[str, int] | None = None) -> None:
-        self._lock = threading.RLock()
         self._accumulator = accumulator
         self._limits = dict(limits or {})
-        self._counts: list[dict[str, int]] = []  # by partition
-        self._totals: dict[str, int] = {}
-        self._counted_at = -inf
+        self._full: dict[str, float] = {}  # tenant → when to try again
 
     def limit(self, tenant: str) -> int | None:
         return self._limits.get(tenant, self._limits.get(DEFAULT))
 
-    def room(self, tenant: str) -> int:
-        """How many more of a tenant may be taken, by the last count."""
-        limit = self.limit(tenant)
-        return _NO_LIMIT if limit is None else limit - self._totals.get(tenant, 0)
-
-    def count(self, older_than: float) -> bool:
-        """Counts anew, where the last count is older than so many seconds. Raises ServerError."""
-        if not self._limits:
-            return False
-        with self._lock:
-            if monotonic() - self._counted_at < older_than:
-                return False
-            operations = self._accumulator.operations
-            self._counts = self._accumulator.store.perform(operations.in_flight())
-            totals: dict[str, int] = {}
-            for counts in self._counts:
-                for tenant, number in counts.items():
-                    totals[tenant] = totals.get(tenant, 0) + number
-            self._totals = totals
-            self._counted_at = monotonic()
-            return True
-
-    def _add(self, partition: int, tenant: str, number: int) -> None:
-        counts = self._counts[partition]
-        number = max(number, -counts.get(tenant, 0))
-        counts[tenant] = counts.get(tenant, 0) + number
-        self._totals[tenant] = self._totals.get(tenant, 0) + number
+    def full(self, tenant: str) -> bool:
+        """Whether nothing of a tenant can be taken just now, by what is known here."""
+        return self._full.get(tenant, 0.0) > monotonic()
 
     def take(
         self, partition: int, sink: str, tenants: Sequence[str], count: int, watch_ms: int
     ) -> tuple[list[Taken], dict[str, int]]:
-        """Takes up to `count` manifests of these tenants in a partition, in turn; and how many each has left there.
-        Raises ServerError."""
+        """Takes up to `count` manifests of these tenants in a partition, in turn; and how many each has left there,
+        those aside that can't be taken of now. Raises ServerError."""
+        perform, operations = self._accumulator.store.perform, self._accumulator.operations
         limits = dict.fromkeys(tenants, _NO_LIMIT)
         limited = [tenant for tenant in tenants if self.limit(tenant) is not None]
         if not limited:
-            return self._take(partition, sink, limits, count, watch_ms)
-        with self._lock:
-            self.count(self.STALE)
-            if any(self.room(tenant) <= max(count, (self.limit(tenant) or 0) // 4) for tenant in limited):
-                self.count(self.NEAR)
-            for tenant in limited:
-                # By halves, since others may be at it at this very moment.
-                room = max(0, self.room(tenant))
-                limits[tenant] = self._counts[partition].get(tenant, 0) + min(count, (room + 1) // 2)
-            found, left = self._take(partition, sink, limits, count, watch_ms)
-            taken = Counter(_tenant(one.bucket_key) for one in found)
-            for tenant in limited:
-                self._add(partition, tenant, taken[tenant])
-            if any(left[tenant] and not taken[tenant] for tenant in limited):
-                self.count(0.0)  # others came first
-            return found, left
+            return perform(operations.take_of(partition, sink, limits, count, watch_ms))
+        token = secrets.token_hex(8)
+        counts = perform(operations.reserve(limited, token, self.HOLD))
+        for tenant in limited:
+            counted = counts.get(tenant)
+            if counted is None:
+                del limits[tenant]
+                self._full[tenant] = monotonic() + random.uniform(self.BUSY / 2, self.BUSY)
+            else:
+                limits[tenant] = counted[partition] + max(0, (self.limit(tenant) or 0) - sum(counted))
+        if not limits:
+            return [], {}
+        found, left = perform(operations.take_of(partition, sink, limits, count, watch_ms, token, list(counts)))
+        taken = Counter(_tenant(one.bucket_key) for one in found)
+        for tenant, counted in counts.items():
+            if sum(counted) + taken[tenant] >= (self.limit(tenant) or 0):
+                self._full[tenant] = monotonic() + self.FULL
+        return found, left
+
+    def pause(self) -> float:
+        """s until something of a tenant may be taken again."""
+        now = monotonic()
+        self._full = {tenant: until for tenant, until in self._full.items() if until > now}
+        return min([until - now for until in self._full.values()], default=self.FULL)
 
     def take_lost(self, partition: int, sink: str, tenant: str, count: int, watch_ms: int) -> list[Taken]:
         """Takes only such as are in flight already, and whose watch said that they were lost. Raises ServerError."""
-        return self._take(partition, sink, {tenant: -1}, count, watch_ms)[0]
-
-    def _take(
-        self, partition: int, sink: str, limits: Mapping[str, int], count: int, watch_ms: int
-    ) -> tuple[list[Taken], dict[str, int]]:
         operations = self._accumulator.operations
-        return self._accumulator.store.perform(operations.take_of(partition, sink, limits, count, watch_ms))
+        return self._accumulator.store.perform(operations.take_of(partition, sink, {tenant: -1}, count, watch_ms))[0]
 
     def ended(self, bucket_key: str) -> None:
         """One that was taken here is not in flight any more."""
-        tenant = _tenant(bucket_key)
-        if self.limit(tenant) is None:
-            return
-        with self._lock:
-            if self._counts:
-                self._add(partition_of(bucket_key, len(self._counts)), tenant, -1)
+        self._full.pop(_tenant(bucket_key), None)
 
 
 class Turns:
@@ -134,8 +109,8 @@ class Turns:
 
     LOOK: Final = 1.0
     IDLE: Final = 2.0
-    FULL: Final = 0.05
-    """s after which tenants at their limit are counted again."""
+    FULL: Final = InFlight.FULL
+    """s in which tenants at their limit may have room again."""
     GATHER: Final = 0.005
     """s in which news are gathered, so that not each costs a call."""
     LOST: Final = 256
@@ -199,9 +174,7 @@ class Turns:
         self._heard = set()
         self._read(range(self._operations.partitions))
         with self._news:
-            full = [
-                (tenant, p) for tenant, ps in self._waiting.items() if self._in_flight.room(tenant) <= 0 for p in ps
-            ]
+            full = [(tenant, p) for tenant, ps in self._waiting.items() if self._in_flight.full(tenant) for p in ps]
             self._lost = random.sample(full, min(len(full), self.LOST))
 
     def _read(self, partitions: Iterable[int]) -> None:
@@ -252,21 +225,19 @@ class Turns:
             if found:
                 return found
         choice = self._choose(count)
-        if choice is None and self._waiting and self._in_flight.count(self.FULL):
-            choice = self._choose(count)
         if choice is None:
             if patience:
                 with self._news:
                     if self._marks == mark:
-                        self._news.wait(min(patience, self.FULL) if self._waiting else patience)
+                        self._news.wait(min(patience, self._in_flight.pause()) if self._waiting else patience)
             return []
         partition, tenants, most, reads = choice
         found, left = self._in_flight.take(partition, self._sink, tenants, most, watch_ms)
         with self._news:
             # Unless what was read meanwhile knows better.
             if self._reads.get(partition) == reads:
-                for tenant in tenants:
-                    if not left[tenant]:
+                for tenant, number in left.items():
+                    if not number:
                         self._forget(tenant, partition)
         return found
 
@@ -274,12 +245,12 @@ class Turns:
         """The partition of the tenant whose turn it is, the tenants to take from there, how many, and how often the
         partition was read."""
         with self._news:
-            room = self._in_flight.room
-            first = next((tenant for tenant in self._waiting if room(tenant) > 0), None)
+            full = self._in_flight.full
+            first = next((tenant for tenant in self._waiting if not full(tenant)), None)
             if first is None:
                 return None
             partition = next(iter(self._waiting[first]))
-            others = (t for t in self._there[partition] if t != first and room(t) > 0)
+            others = (t for t in self._there[partition] if t != first and not full(t))
             tenants = [first, *islice(others, count - 1)]
             most = max(len(tenants), count * len(tenants) // len(self._waiting))
             for tenant in tenants:

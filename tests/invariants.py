@@ -38,7 +38,7 @@ CODES = {
 
 SINGLE = {
     "timers": "zset", "open": "zset", "outbox": "zset", "attention": "zset", "reconcile": "stream", "audit": "stream",
-    "stats": "hash", "watched": "hash", "orphans": "hash", "inflight": "hash", "unrecorded": "set",
+    "stats": "hash", "watched": "hash", "orphans": "hash", "inflight": "hash", "taking": "hash", "unrecorded": "set",
 }  # fmt: skip
 NAMED = {
     "bucket": "hash", "ids": "hash", "order": "hash", "manifests": "zset", "manifest": "hash", "policy": "hash",

@@ -82,8 +82,12 @@ class Worked(_Run):
         for partition in range(operations.partitions):
             if calm or self.chance(0.4):
                 limits: list[dict[str | None, int]] = [{}, {}, {None: 1}, {"t": 2, None: 3}]
-                limit = {} if calm else pick(limits)
-                for taken in perform(operations.take(partition, "rq", 3, pick([1, 50, 60_000]), limit)):
+                watch = pick([1, 50, 60_000])
+                if not calm and self.chance(0.3):
+                    found = self.take_limited(partition, watch)
+                else:
+                    found = perform(operations.take(partition, "rq", 3, watch, {} if calm else pick(limits)))
+                for taken in found:
                     done = True
                     if calm or self.chance(0.8):
                         self.begin(taken, calm)
@@ -100,6 +104,21 @@ class Worked(_Run):
                 )
                 assert decided.outcome in ("done", "wrong_state", "joined")
         return done
+
+    def take_limited(self, partition: int, watch: int) -> list[Taken]:
+        """As one does whose tenants have a limit over all partitions."""
+        perform, operations = self.store.perform, self.operations
+        token = f"{self.random.getrandbits(64):016x}"
+        [tenants] = perform(operations.tenants("rq", [partition]))
+        if not tenants:
+            return []
+        counts = perform(operations.reserve(tenants, token, 1000))
+        assert counts.keys() == set(tenants)
+        assert perform(operations.reserve(tenants, "0" * 16, 1000)) == {}
+        limits = {tenant: count[partition] + max(0, 2 - sum(count)) for tenant, count in counts.items()}
+        found, left = perform(operations.take_of(partition, "rq", limits, 3, watch, token, tenants))
+        assert left.keys() == set(tenants)
+        return found
 
     def begin(self, taken: Taken, calm: bool) -> None:
         perform, operations = self.store.perform, self.operations

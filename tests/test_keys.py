@@ -36,6 +36,7 @@ GOLDEN: dict[str, tuple[tuple[str, ...], str]] = {
     "ready": ((PREFIX, "rq", "acme"), "acc:{7}:ready:rq:acme"),
     "tenants": ((PREFIX, "rq"), "acc:{7}:tenants:rq"),
     "inflight": ((PREFIX,), "acc:{7}:inflight"),
+    "taking": ((PREFIX,), "acc:{7}:taking"),
     "attention": ((PREFIX,), "acc:{7}:attention"),
     "unrecorded": ((PREFIX,), "acc:{7}:unrecorded"),
     "effects": ((PREFIX, WINDOW), "acc:{7}:effects:0mzk1x9q"),

@@ -176,6 +176,7 @@ def test_callers_give_what_the_header_says(name: str) -> None:
         "move_ladder": lambda: operations.pause_ladder(w),
         "number_policy": lambda: operations.load_policy("f", policy),
         "record": lambda: operations.record(read_manifest(W1, fields, replay(k, log))),
+        "reserve": lambda: operations.reserve(["t"], "t" * 16, 1),
         "resolve": lambda: operations.resolve(item, "accept", "ana", "why"),
         "retract": lambda: operations.retract(k, "e1"),
         "settle": lambda: operations.settle(w, "t", "confirmed", "c"),
@@ -189,7 +190,8 @@ def test_callers_give_what_the_header_says(name: str) -> None:
         "watch": lambda: operations.load_ladder(ladder),
     }
     made_now = made[name]()
-    (call,) = made_now if isinstance(made_now, list) else next(made_now)
+    call, *others = made_now if isinstance(made_now, list) else next(made_now)
+    assert not any(other.script for other in others)
     assert call.script is script(name)
     given, contract = len(call.args) - 1, Contract.of(name)
     if contract.goes_on:
