@@ -802,11 +802,11 @@ def test_the_command_line_shows_starts_and_moves_them(
     assert "in 36d" in shown or "in 37d" in shown
     later = (datetime.now(UTC) + timedelta(days=50)).isoformat()
     for command, said in (
-        (("pause", KEY), "paused; it is paused"),
+        (("pause", KEY), ": paused\n"),
         (("pause", KEY), "was so before"),
         (("reschedule", KEY, "--anchor", later), "rescheduled; it is paused"),
         (("resume", KEY), "resumed; it is running"),
-        (("cancel", again["ladder_id"], "--reason", "cash"), "cancelled; it is cancelled"),
+        (("cancel", again["ladder_id"], "--reason", "cash"), ": cancelled\n"),
     ):
         shown_ = program("ladder", *command)
         assert (shown_.code, said in shown_.out) == (0, True), shown_
