@@ -85,15 +85,14 @@ ClosedOption = Annotated[
 
 @app.command()
 def attention(
-    state: Annotated[
-        str | None, typer.Option(help=f"Only those in this state: {', '.join(ATTENTION)}.", show_default=False)
-    ] = None,
+    state: StateOption = None,
     tenant: TenantOption = None,
     flow: FlowOption = None,
     limit: LimitOption = 1000,
     as_json: JsonOption = False,
 ) -> None:
-    """List the manifests that wait for a person, the longest first: since when, and why.
+    """List the manifests that wait for a person, the longest first: since when, and why. With --state also those that
+    wait for nobody, or are at work.
 
     `timeline` shows one, `approve`, `refuse`, `replay`, `confirm` and `discard` decide.
     """
@@ -121,7 +120,7 @@ def attention(
             numbers=("waiting", "window", "attempts"),
         )
     elif not as_json:
-        say("no manifest waits for a person")
+        say("no manifest waits for a person" if state in (None, *ATTENTION) else f"no manifest is {state}")
     if len(found) > limit:
         tell(f"and {len(found) - limit} more: --limit shows them")
     if queued and not as_json:

@@ -208,7 +208,7 @@ class Accumulator:
 
     def attention(self, state: str | None = None) -> list[Waiting]:
         """The manifests that wait for somebody (awaiting_approval, uncertain, dead, reconciling), the longest first;
-        only those in `state`, where it is given."""
+        only those in `state`, where it is given: that may be closed, dispatched, processing or retrying too."""
         return self.store.perform(self.operations.waiting_for_people(state))
 
     def effects(self, window_id: str) -> list[Effect]:

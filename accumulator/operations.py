@@ -200,8 +200,8 @@ class Resolved(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A manifest that waits for somebody, in `state` since `since` (ms): the `cause` of its last transition, the
-    error's class and text where it had one, the attempts made."""
+    """A manifest that is not settled, in `state` since `since` (ms): the `cause` of its last transition, the error's
+    class and text where it had one, the attempts made."""
 
     window_id: str
     bucket_key: str
@@ -1256,16 +1256,20 @@ class Operations(LadderOperations):
     def attention(self) -> Operation[list[str]]:
         """Window ids of the manifests that wait for somebody (awaiting_approval, uncertain, dead, reconciling), the
         longest first."""
+        return (yield from self._listed(keys.attention))
+
+    def _listed(self, index: Callable[[str], str]) -> Operation[list[str]]:
         yield from self.connect()
-        replies = yield [Call(("ZRANGE", keys.attention(prefix), 0, -1, "WITHSCORES")) for prefix in self.prefixes]
+        replies = yield [Call(("ZRANGE", index(prefix), 0, -1, "WITHSCORES")) for prefix in self.prefixes]
         found = [(float(at), window_id.decode()) for reply in replies for window_id, at in as_pairs(reply)]
         return [window_id for _, window_id in sorted(found)]
 
     def waiting_for_people(self, state: str | None = None) -> Operation[list[Waiting]]:
-        """The manifests of :meth:`attention`, in its order; only those in `state`, where it is given."""
-        if state not in (None, *ATTENTION):
-            raise InvalidInput("state", f"must be one of {', '.join(ATTENTION)}")
-        window_ids = yield from self.attention()
+        """The manifests of :meth:`attention`, in its order; only those in `state`, where it is given. That may be any
+        of UNSETTLED: those that wait for nobody come in the order in which they closed."""
+        if state is not None:
+            _choice("state", state, UNSETTLED)
+        window_ids = yield from self._listed(keys.attention if state in (None, *ATTENTION) else keys.outbox)
         found: list[Waiting] = []
         names = ("bucket", "version", "state", "since", "attempt", "error", "steps")
         for i in range(0, len(window_ids), PAGE):
@@ -1277,11 +1281,12 @@ class Operations(LadderOperations):
                 if (facts := answer(reply))[0] is not None and state in (None, facts[2].decode())
             ]
             if rows:
-                causes = yield [Call(("HGET", name, b"step" + facts[6])) for _, name, facts in rows]
+                causes = yield [Call(("HGET", name, b"step" + (facts[6] or b"0"))) for _, name, facts in rows]
                 found += [
                     Waiting(
                         window_id, facts[0].decode(), int(facts[1]), facts[2].decode(), int(facts[3]),
-                        answer(cause).decode().split(" ", 3)[3], facts[5].decode() if facts[5] else None,
+                        (answer(cause) or b"- - - closed").decode().split(" ", 3)[3],
+                        facts[5].decode() if facts[5] else None,
                         int(facts[4] or 0),
                     )
                     for (window_id, _, facts), cause in zip(rows, causes, strict=True)

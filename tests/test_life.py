@@ -195,8 +195,11 @@ def test_what_is_at_work_is_not_given_up(life: Life) -> None:
     assert life.decide(first, "discard") == ("wrong_state", "processing")
     assert life.effect(first, "pay", "begin") == "begun"
     assert life.decide(second, "discard") == ("done", "discarded")
-    life.tick(LEASE)
+    life.clock.advance(LEASE - 1, worker=False)
+    assert life.decide(first, "discard") == ("wrong_state", "processing")
+    life.clock.advance(1, worker=False)  # no worker is there to say that its lease has ended
     assert life.decide(first, "discard") == ("done", "discarded")
+    assert life.do(life.ops.in_flight()) == [{}]
     assert life.effect(first, "pay", "confirm") == "refused"
     assert life.settle(first, "confirmed") == "refused"
     assert [e.state for e in life.do(life.ops.effects(first))] == ["begun"]  # the ledger keeps what is in doubt

@@ -165,6 +165,23 @@ def test_attention_lists_what_waits_for_a_person(program: Program, client: Accum
     assert [each.since for each in client.attention()] == sorted(each.since for each in client.attention())
 
 
+def test_attention_lists_what_waits_for_nobody_where_it_is_asked_for(program: Program, client: Accumulator) -> None:
+    assert program("attention", "--state", "retrying").out == "no manifest is retrying\n"
+    client.load_policy("lost", {"inactivity": "1h", "terminal_kinds": ["end"], "sink": "direct"})
+    client.push_many([event(n, "shop:lost:1") for n in range(3)])
+    work(client)
+    first, *others = client.manifests("shop:lost:1")
+    assert client.attention() == []
+    (row,) = program("attention", "--state", "retrying", "--json").json
+    assert (row["window_id"], row["cause"], row["attempt"]) == (first.window_id, "HandlerMissing", 1)
+    rows = program("attention", "--state", "closed", "--flow", "lost", "--json").json
+    assert [(row["window_id"], row["cause"], row["attempt"]) for row in rows] == [
+        (m.window_id, "closed", 0) for m in others
+    ]
+    assert len(program("attention", "--state", "closed").out.splitlines()) == 3
+    assert client.attention("processing") == []
+
+
 def test_attention_names_the_queue_too(program: Program, client: Accumulator) -> None:
     client.push(event(1, "shop:good:1", "unlisted"))
     assert program("attention").err == "1 event in the queue besides: `accumulator reconcile list`\n"

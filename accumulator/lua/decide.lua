@@ -67,6 +67,7 @@ local cause = decision .. ' by ' .. ARGV[4] .. ': ' .. ARGV[5]
 local troubled = m.state == 'dead' or m.state == 'uncertain' or m.state == 'reconciling'
 local waits = m.state == 'awaiting_approval'
 local idle = m.state == 'closed' or m.state == 'dispatched' or m.state == 'retrying'
+  or (m.state == 'processing' and now >= m.lease)
 local answer = 'done'
 if not m.state then
   answer = 'missing'
