@@ -20,6 +20,7 @@ from accumulator.envelope import parse_instant
 from accumulator.errors import InvalidInput, InvalidSettings
 from accumulator.export import (
     effect_object,
+    emission_object,
     event_object,
     export,
     start_of_next,
@@ -185,8 +186,8 @@ def timeline(
 
 def _tell_emission(emission: Emission, effects: Sequence[Effect], payload: bool, as_json: bool) -> None:
     if as_json:
-        told = asdict(emission) | {"timeline": timeline_object(emission)}
-        say_json(told | {"effects": [effect_object(effect, result=payload) for effect in effects]})
+        done = {"effects": [effect_object(effect, result=payload) for effect in effects]}
+        say_json(emission_object(emission) | done)
         return
     facts: dict[str, object] = {
         "bucket": emission.bucket_key,

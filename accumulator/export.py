@@ -1,4 +1,5 @@
-"""What settled, written out before it goes: one JSON object a line, for each manifest all that is kept of it.
+"""What settled, written out before it goes: one JSON object a line, for each manifest all that is kept of it, and
+for what ladders emitted (it has `emission_id` instead of `window_id`).
 
 A settled manifest is found by the timer of its retention, partition by partition and what goes next first, so that
 nothing is searched for and one manifest at a time is in memory. Whatever was settled when an export began, and has not
@@ -12,7 +13,7 @@ import gzip
 import os
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -20,10 +21,10 @@ import orjson
 
 from accumulator import keys
 from accumulator.client import Accumulator
-from accumulator.emission import Emission
+from accumulator.emission import Emission, is_emission
 from accumulator.manifest import SETTLED, Manifest, StoredEvent, read_manifest, replay
 from accumulator.operations import PAGE, Effect, Operations, read_effects
-from accumulator.store import Call, Operation, answer, as_pairs, as_stream
+from accumulator.store import Call, Operation, Reply, answer, as_pairs, as_stream
 
 MARGIN: Final = 60_000
 """ms by which the next export begins earlier than this one did: the nodes of a cluster, and a replica that took over,
@@ -62,6 +63,11 @@ def manifest_object(manifest: Manifest, events: bool = False) -> dict[str, Any]:
         gone = manifest.record and not manifest.events
         shown["events"] = None if gone else [event_object(stored) for stored in manifest.events]
     return shown
+
+
+def emission_object(emission: Emission) -> dict[str, Any]:
+    """What a ladder emitted, as JSON holds it."""
+    return asdict(emission) | {"timeline": timeline_object(emission)}
 
 
 def timeline_object(manifest: Manifest | Emission) -> list[dict[str, Any]]:
@@ -127,7 +133,7 @@ def _rounds(operations: Operations, window_ids: Sequence[str], since: int) -> Op
         state, at, size, entries = answer(reply)
         if state is None or state.decode() not in SETTLED or int(at) < since:
             continue
-        weight = int(size) + _ENTRY_BYTES * int(entries)
+        weight = int(size or 0) + _ENTRY_BYTES * int(entries or 1)
         if not rounds or weight > room or len(rounds[-1]) >= _ROUND_MANIFESTS:
             rounds.append([])
             room = _ROUND_BYTES
@@ -137,6 +143,10 @@ def _rounds(operations: Operations, window_ids: Sequence[str], since: int) -> Op
 
 
 def _read(operations: Operations, window_ids: Sequence[str]) -> Operation[list[dict[str, Any]]]:
+    emitted = yield from _read_emitted(operations, [each for each in window_ids if is_emission(each)])
+    window_ids = [each for each in window_ids if not is_emission(each)]
+    if not window_ids:
+        return emitted
     calls = []
     for window_id in window_ids:
         prefix = operations.prefix_of_window(window_id)
@@ -148,7 +158,7 @@ def _read(operations: Operations, window_ids: Sequence[str]) -> Operation[list[d
             Call(("XRANGE", keys.events(prefix, window_id), "-", "+", "COUNT", PAGE)),
         ]
     replies = yield calls
-    found = []
+    found = emitted
     for i, window_id in enumerate(window_ids):
         facts, effects, stages, kept, log = replies[5 * i : 5 * i + 5]
         hash_ = dict(as_pairs(facts))
@@ -161,15 +171,31 @@ def _read(operations: Operations, window_ids: Sequence[str]) -> Operation[list[d
         else:
             manifest = yield from _read_long(operations, window_id)
         if manifest is not None:
-            found.append(
-                manifest_object(manifest, events=True)
-                | {
-                    "settled_at": int(hash_[b"since"]),
-                    "effects": [effect_object(effect) for effect in read_effects(effects)],
-                    "stages": {name.decode(): orjson.loads(result) for name, result in as_pairs(stages)},
-                }
-            )
+            told = manifest_object(manifest, events=True) | {"settled_at": int(hash_[b"since"])}
+            found.append(told | _done(effects, stages))
     return found
+
+
+def _read_emitted(operations: Operations, emission_ids: Sequence[str]) -> Operation[list[dict[str, Any]]]:
+    found = []
+    for emission_id in emission_ids:
+        emission = yield from operations.emission(emission_id)
+        if emission is not None:
+            prefix = operations.prefix_of_window(emission_id)
+            effects, stages = yield [
+                Call(("HGETALL", keys.effects(prefix, emission_id))),
+                Call(("HGETALL", keys.stages(prefix, emission_id))),
+            ]
+            settled_at = emission.timeline[-1][0] if emission.timeline else emission.emitted_at
+            found.append(emission_object(emission) | {"settled_at": settled_at} | _done(effects, stages))
+    return found
+
+
+def _done(effects: Reply, stages: Reply) -> dict[str, Any]:
+    return {
+        "effects": [effect_object(effect) for effect in read_effects(effects)],
+        "stages": {name.decode(): orjson.loads(result) for name, result in as_pairs(stages)},
+    }
 
 
 def _read_long(operations: Operations, window_id: str) -> Operation[Manifest | None]:

@@ -320,14 +320,16 @@ class LadderOperations:
             return state.decode(), None
         return state.decode(), (yield from self._read_emission(prefix, emission_id, dict(as_pairs(rest[0]))))
 
-    def _read_emission(self, prefix: str, emission_id: str, fields: dict[bytes, bytes]) -> Operation[Emission]:
+    def _read_emission(self, prefix: str, emission_id: str, fields: dict[bytes, bytes]) -> Operation[Emission | None]:
         ladder_id = fields[b"ladder"].decode()
         replies = yield [
             Call(("HGETALL", keys.ladder(prefix, ladder_id))),
             Call(("GET", keys.ladderargs(prefix, ladder_id))),
         ]
         run = dict(as_pairs(replies[0]))
-        definition = yield from self._definition(prefix, fields[b"name"].decode(), run.get(b"definition", b"").decode())
+        if not run:
+            return None  # it went meanwhile
+        definition = yield from self._definition(prefix, fields[b"name"].decode(), run[b"definition"].decode())
         return read_emission(emission_id, fields, run, answer(replies[1]), definition)
 
 

@@ -281,15 +281,15 @@ class _Reader:
             name,
             self.offset(name, given["offset"]),
             self.condition(name, given.get("when")),
-            None if stale is None else self.duration(name, stale),
+            None if stale is None else self.duration(name, stale, "stale_after: "),
             {key: item for key, item in given.items() if key not in _STEP},
         )
 
-    def duration(self, field: str, value: object) -> int:
+    def duration(self, field: str, value: object, of: str = "") -> int:
         try:
             return parse_duration(value)
         except InvalidInput as problem:
-            raise self.wrong(field, problem.rule) from None
+            raise self.wrong(field, of + problem.rule) from None
 
     def offset(self, field: str, value: object) -> Offset:
         if isinstance(value, Mapping):
@@ -300,7 +300,8 @@ class _Reader:
                 raise self.wrong(field, f'at must be a time of day as in "09:00", not {shown(at)}')
             return Offset(None, days, at)
         negative = isinstance(value, str) and value.startswith("-")
-        ms = self.duration(field, value[1:] if isinstance(value, str) and negative else value)
+        of = "" if field == "final_wait" else "offset: "
+        ms = self.duration(field, value[1:] if isinstance(value, str) and negative else value, of)
         sign = -1 if negative else 1
         if isinstance(value, str) and value.endswith("d"):
             return Offset(None, sign * (ms // _DAY_MS), None)
@@ -318,6 +319,8 @@ class _Reader:
             raise self.wrong(field, f"op must be eq, ne, gt, ge, lt, le or in, not {shown(given['op'])}")
         if given["op"] == "in" and not isinstance(given["value"], list):
             raise self.wrong(field, "value must be a list for in")
+        if given["op"] in ("gt", "ge", "lt", "le") and type(given["value"]) not in (int, float, str):
+            raise self.wrong(field, f"value must be a number or a text for {given['op']}")
         return Condition(given["arg"], given["op"], given["value"])
 
 

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import redis
 
+import accumulator.handlers
 from accumulator import export as exporting
 from accumulator.client import Accumulator
 from accumulator.embedded import EmbeddedServer
 from accumulator.errors import ServerUnavailable
 from accumulator.export import export
-from accumulator.handlers import Stages, handler
+from accumulator.handlers import Stages, handler, step_handler
 from accumulator.manifest import pairs_digest
 from accumulator.runner import run_attempt
 from accumulator.testing import VirtualClock
@@ -57,6 +58,34 @@ def closed(accumulator: Accumulator, key: str, clock: VirtualClock, n: int = 1, 
 
 
 # --- what is in it ----------------------------------------------------------------------------------------------------
+
+
+def test_what_ladders_emitted_is_in_it_until_it_goes(
+    virtual: Accumulator, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accumulator.handlers, "_steps", {})
+    ttl = {"payload_ttl": "1d", "metadata_ttl": "4d"}
+    virtual.load_policy("f", HANDLED | ttl)
+    virtual.load_policy("quiet", KEPT | ttl)
+    virtual.load_ladder("l", {"anchor": "start", "steps": [{"name": "s", "offset": "0s"}], "escalate": True})
+    step_handler("l")(lambda ctx: ctx.once("mail", lambda key: {"sent": 1}))
+    for flow in ("f", "quiet"):
+        virtual.start_ladder("l", f"t:{flow}:1", args={"amount": 7})
+    assert [line["event"] for line in exported(virtual)] == ["step", "escalated"]  # of the flow without a sink
+    for partition in range(4):
+        for _ in range(2):
+            for taken in virtual.store.perform(virtual.operations.take(partition, "direct", 9, 30_000)):
+                assert run_attempt(virtual, taken.window_id, taken.attempt) == "confirmed"
+    lines = {(line["bucket_key"], line["event"]): line for line in exported(virtual)}
+    assert len(lines) == 4
+    line = lines["t:f:1", "step"]
+    assert (line["ladder"], line["step"], line["args"], line["settled_at"]) == ("l", "s", {"amount": 7}, clock.now)
+    assert [(effect["name"], effect["result"]) for effect in line["effects"]] == [("mail", {"sent": 1})]
+    assert [step["state"] for step in line["timeline"]] == ["dispatched", "processing", "confirmed"]
+    clock.advance("3d")
+    assert len(exported(virtual)) == 4
+    clock.advance("2d")
+    assert exported(virtual) == []
 
 
 def test_what_is_settled_is_there_and_nothing_else(virtual: Accumulator, clock: VirtualClock) -> None:

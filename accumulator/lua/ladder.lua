@@ -61,6 +61,7 @@ local function emit(l, event, step, due)
     'name', l.fields.name, 'event', event, 'step', step, 'due', due, 'sealed', now, 'policy', l.rules.version, 'digest', '-')
   if l.rules.sink == 'none' then
     put('HSET', name, 'state', 'confirmed') -- nobody handles what this flow makes
+    put('ZADD', KEYS[1], now + l.rules.payload_ttl, 'p:' .. id)
   else
     put_first('ZADD', prefix .. 'outbox', now, id)
     if not l.turn then
@@ -240,7 +241,7 @@ local function purge_ladder(id)
     for number = 1, l.emitted do
       local emission = id .. 's' .. number
       put('UNLINK', prefix .. 'manifest:' .. emission, prefix .. 'effects:' .. emission, prefix .. 'stages:' .. emission)
-      put('ZREM', KEYS[1], 'p:' .. emission)
+      put('ZREM', KEYS[1], 'p:' .. emission, 'x:' .. emission)
     end
     put('HDEL', prefix .. 'ladders:' .. l.bucket, 'ended:' .. id, 'start:' .. l.fields.name .. ':' .. (l.fields.start or ''))
     put('ZREM', prefix .. 'ladders:' .. l.state, id)

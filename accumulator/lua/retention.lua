@@ -16,9 +16,7 @@ local function purge_payloads(window_id)
   else
     put('UNLINK', prefix .. 'events:' .. window_id, prefix .. 'kept:' .. window_id, prefix .. 'stages:' .. window_id)
     put('ZREM', KEYS[1], 'p:' .. window_id)
-    if not m.ladder then -- what a ladder emitted goes with it
-      put('ZADD', KEYS[1], now + math.max(m.rules.metadata_ttl - m.rules.payload_ttl, 0), 'x:' .. window_id)
-    end
+    put('ZADD', KEYS[1], now + math.max(m.rules.metadata_ttl - m.rules.payload_ttl, 0), 'x:' .. window_id)
   end
   commit()
   return true
@@ -28,6 +26,10 @@ local function purge_manifest(window_id)
   local m = load_manifest(window_id)
   if not m.state then
     return false
+  elseif m.ladder then -- what a ladder emitted goes with it
+    put('ZREM', KEYS[1], 'x:' .. window_id)
+    commit()
+    return true
   end
   put('ZREM', prefix .. 'manifests:' .. m.bucket, window_id)
   put('UNLINK', m.name, prefix .. 'effects:' .. window_id)
