@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     )
     from accumulator.ladders import Ladder
     from accumulator.manifest import Manifest, StoredEvent
-    from accumulator.operations import Outcome, Receipt
     from accumulator.policy import Policy
+    from accumulator.windows import Outcome, Receipt
 
 __version__ = "0.1.0"
 
@@ -96,8 +96,8 @@ _HOMES = {
     ),
     "ladders": ("Ladder",),
     "manifest": ("Manifest", "StoredEvent"),
-    "operations": ("Outcome", "Receipt"),
     "policy": ("Policy",),
+    "windows": ("Outcome", "Receipt"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -41,7 +41,6 @@ from accumulator.export import event_object, manifest_object
 from accumulator.feed import BadLine, Fed, Source, feed
 from accumulator.ladders import Ladder
 from accumulator.manifest import StoredEvent
-from accumulator.operations import Bucket, ClosedWindow, Flushed
 from accumulator.policy import Policy, format_duration, parse_duration
 from accumulator.settings import Config, Settings, find_config, load_yaml
 from accumulator.terminal import (
@@ -74,6 +73,7 @@ from accumulator.terminal import (
     typed_event_id,
     typed_key,
 )
+from accumulator.windows import Bucket, ClosedWindow, Flushed
 
 _COUNTS: Final = frozenset({"max_events", "max_bytes", "max_weight", "max_event_bytes", "busy_streak_alert"})
 

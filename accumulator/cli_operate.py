@@ -14,7 +14,9 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from accumulator.attempts import Effect
 from accumulator.client import Accumulator
+from accumulator.decisions import ATTENTION, UNSETTLED, ReconcileItem, Waiting
 from accumulator.emission import Emission
 from accumulator.envelope import parse_instant
 from accumulator.errors import InvalidInput, InvalidSettings
@@ -30,7 +32,6 @@ from accumulator.export import (
 )
 from accumulator.health import health_report
 from accumulator.manifest import FIRST_STEPS, Manifest, StoredEvent
-from accumulator.operations import ATTENTION, UNSETTLED, Effect, ReconcileItem, Waiting
 from accumulator.policy import parse_duration
 from accumulator.terminal import (
     FAILED,

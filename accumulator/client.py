@@ -10,6 +10,8 @@ from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from accumulator.attempts import Effect
+from accumulator.decisions import Decided, ReconcileItem, Resolved, Waiting
 from accumulator.emission import Emission, LadderRun
 from accumulator.envelope import Event
 from accumulator.errors import InvalidEvent, InvalidInput
@@ -17,22 +19,11 @@ from accumulator.health import Health
 from accumulator.ladder_operations import LadderMoved, LadderStarted, LoadedLadder, Which
 from accumulator.ladders import Ladder
 from accumulator.manifest import Manifest, StoredEvent
-from accumulator.operations import (
-    Bucket,
-    Decided,
-    Effect,
-    Flushed,
-    Held,
-    LoadedPolicy,
-    Operations,
-    Receipt,
-    ReconcileItem,
-    Resolved,
-    Retracted,
-    Waiting,
-)
+from accumulator.namespace import LoadedPolicy
+from accumulator.operations import Operations
 from accumulator.policy import Policy, duration_option
 from accumulator.store import AsyncStore, Store
+from accumulator.windows import Bucket, Flushed, Held, Receipt, Retracted
 
 if TYPE_CHECKING:
     from accumulator.settings import Settings

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Final
 
+from accumulator.attempts import Tick
 from accumulator.client import Accumulator
 from accumulator.errors import AccumulatorError
-from accumulator.operations import Tick
 from accumulator.role import SILENCE, SLICE, Role, read_wake, server_offset
 
 

@@ -30,8 +30,8 @@ from accumulator.envelope import Event
 from accumulator.errors import ServerError
 from accumulator.handlers import Stages, handler, load_handlers, on_cancelled, step_handler
 from accumulator.manifest import Manifest
-from accumulator.operations import ClosedWindow, Outcome
 from accumulator.settings import Config, Settings
+from accumulator.windows import ClosedWindow, Outcome
 from accumulator.worker import Worker
 
 # --- handlers ---------------------------------------------------------------------------------------------------------

@@ -221,6 +221,11 @@ def split_bucket_key(key: str) -> tuple[str, ...]:
     return tuple(_ESCAPES.sub(decode, part) for part in key.split(":"))
 
 
+def flow_of(bucket_key: str) -> str:
+    """Second part of a bucket key, as it stands there (percent-encoded)."""
+    return bucket_key.split(":", 2)[1]
+
+
 # --- instants -------------------------------------------------------------------------------------
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -730,6 +735,16 @@ def unpack(event_id: bytes | str, envelope: bytes, bucket_key: str) -> StoredFie
     stored["event_id"] = event_id if isinstance(event_id, str) else event_id.decode()
     stored["bucket_key"] = bucket_key
     return cast(StoredFields, stored)
+
+
+def packed_again(event: Event) -> tuple[bytes, bytes, bytes, bytes]:
+    """Id, mark, facts and envelope of an event that was read back. One whose payload was not kept has its digest in the
+    envelope, since it can't be computed again."""
+    event_id, mark, facts, envelope, _ = event.packed
+    again, _, _ = Event.from_stored(event_id, event.bucket_key, envelope)
+    if again.content_digest != event.content_digest:
+        envelope = b'%b,"digest":"%b"}' % (envelope[:-1], event.content_digest.encode())
+    return event_id, mark, facts, envelope
 
 
 # --- lines of files -------------------------------------------------------------------------------

@@ -20,10 +20,12 @@ from typing import IO, Any, Final
 import orjson
 
 from accumulator import keys
+from accumulator.attempts import Effect, read_effects
 from accumulator.client import Accumulator
 from accumulator.emission import Emission, is_emission
 from accumulator.manifest import SETTLED, Manifest, StoredEvent, read_manifest, replay
-from accumulator.operations import PAGE, Effect, Operations, read_effects
+from accumulator.namespace import PAGE
+from accumulator.operations import Operations
 from accumulator.store import Call, Operation, Reply, answer, as_pairs, as_stream
 
 MARGIN: Final = 60_000

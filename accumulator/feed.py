@@ -32,7 +32,7 @@ from accumulator.errors import (
     ServerUnavailable,
     UnknownFlow,
 )
-from accumulator.operations import Outcome, Receipt
+from accumulator.windows import Outcome, Receipt
 
 MAX_LINE: Final = 16 << 20
 BATCH_EVENTS: Final = 2000

@@ -1,9 +1,9 @@
-"""What is asked of the server about ladders: a part of :class:`accumulator.operations.Operations`."""
+"""What is asked about ladders: definitions, starts, moves, and what they emitted."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import orjson
@@ -13,6 +13,7 @@ from accumulator.emission import STATES, Emission, LadderRun, is_emission, read_
 from accumulator.envelope import check_bucket_key, parse_instant
 from accumulator.errors import InvalidInput, UnknownLadder
 from accumulator.ladders import MAX_ARGS, Ladder
+from accumulator.namespace import Namespace
 from accumulator.store import Call, Operation, answer, as_pairs
 
 Which = str | Sequence[str]
@@ -54,27 +55,8 @@ class LadderMoved(NamedTuple):
     state: str | None
 
 
-class LadderOperations:
-    """Definitions, starts and moves of ladders. It leans on what Operations has."""
-
-    namespace: str
-    prefixes: list[str]
-    _nonce: Callable[[int], str]
-
-    def connect(self) -> Operation[None]:
-        raise NotImplementedError
-
-    def prefix_of(self, bucket_key: str) -> str:
-        raise NotImplementedError
-
-    def prefix_of_window(self, window_id: str, field: str = ...) -> str:
-        raise NotImplementedError
-
-    def now(self) -> Operation[int]:
-        raise NotImplementedError
-
-    def _script(self, name: str, prefix: str, *args: Any) -> Call:
-        raise NotImplementedError
+class LadderOperations(Namespace):
+    """Definitions, starts and moves of ladders."""
 
     # --- definitions ---
 

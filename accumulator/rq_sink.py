@@ -23,11 +23,11 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from rq.worker import DequeueStrategy
 
+from accumulator.attempts import Taken
 from accumulator.client import Accumulator
 from accumulator.emission import is_emission
 from accumulator.errors import HandlerMissing
 from accumulator.handlers import Timeout, find_handler, load_handlers, longest_step
-from accumulator.operations import Taken
 from accumulator.pulse import Pulse
 from accumulator.role import SLICE, Role
 from accumulator.runner import WATCH, run_attempt

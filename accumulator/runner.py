@@ -15,6 +15,7 @@ from typing import Final, TypeVar
 
 from structlog.stdlib import BoundLogger
 
+from accumulator.attempts import Ask, Grant, Settlement
 from accumulator.client import Accumulator
 from accumulator.context import Context, LeaseLost, NeedsApproval, StepContext, Uncertain, Work
 from accumulator.emission import Emission, is_emission
@@ -31,7 +32,6 @@ from accumulator.handlers import (
 )
 from accumulator.logs import get_logger, place
 from accumulator.manifest import Manifest
-from accumulator.operations import Ask, Grant, Settlement
 from accumulator.role import SLICE, Role
 from accumulator.store import answer
 from accumulator.turns import InFlight, Turns

@@ -22,10 +22,11 @@ from accumulator.emission import EVENTS
 from accumulator.envelope import Event
 from accumulator.errors import AccumulatorError, InvalidInput, InvalidScenario, UnknownFlow, UnknownLadder
 from accumulator.ladders import Ladder
-from accumulator.operations import Operations, Outcome, Receipt
+from accumulator.operations import Operations
 from accumulator.policy import MAX_DURATION_MS, Policy, duration_option, shown
 from accumulator.settings import load_yaml
 from accumulator.store import Store
+from accumulator.windows import Outcome, Receipt
 
 PARTITIONS: Final = 4
 DEFAULT_START: Final = datetime(2026, 1, 1, tzinfo=UTC)

@@ -22,7 +22,7 @@ from accumulator.client import Accumulator
 from accumulator.envelope import check_bucket_key, check_event_id
 from accumulator.errors import AccumulatorError, InvalidInput, InvalidSettings
 from accumulator.ladder_operations import LoadedLadder
-from accumulator.operations import LoadedPolicy
+from accumulator.namespace import LoadedPolicy
 from accumulator.settings import Config, Settings, find_config
 
 T = TypeVar("T")

@@ -17,8 +17,8 @@ from math import inf
 from time import monotonic
 from typing import Final
 
+from accumulator.attempts import Taken
 from accumulator.client import Accumulator
-from accumulator.operations import Taken
 from accumulator.role import SILENCE, read_wake, server_offset
 
 DEFAULT: Final = "default"

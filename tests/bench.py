@@ -37,9 +37,9 @@ from accumulator.context import Context
 from accumulator.embedded import EmbeddedServer, ServerBinary, find_servers, wheel_server
 from accumulator.envelope import Event
 from accumulator.handlers import handler
-from accumulator.operations import Outcome
 from accumulator.runner import DirectRunner
 from accumulator.settings import Settings
+from accumulator.windows import Outcome
 
 BUCKETS: Final = 1000
 ENTRY_BYTES: Final = 300

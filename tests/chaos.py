@@ -31,7 +31,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from accumulator.client import Accumulator
 from accumulator.embedded import EmbeddedServer, ServerBinary, find_servers, wheel_server
 from accumulator.errors import ServerError
-from accumulator.operations import Outcome, Receipt
+from accumulator.windows import Outcome, Receipt
 from tests.chaos_handlers import LADDER, LADDER_FLOWS, POLICIES, STEPS, WINDOWS, World, work
 
 T = TypeVar("T")

@@ -7,14 +7,17 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any, Final, TypeVar
 
+from accumulator.attempts import Grant, Taken
 from accumulator.client import Accumulator
 from accumulator.context import Context
+from accumulator.decisions import Decided, ReconcileItem, Resolved
 from accumulator.handlers import Handler, find_handler
 from accumulator.manifest import SETTLED, Manifest
-from accumulator.operations import Decided, Grant, LoadedPolicy, Receipt, ReconcileItem, Resolved, Taken
+from accumulator.namespace import LoadedPolicy
 from accumulator.runner import run_attempt
 from accumulator.store import Operation
 from accumulator.testing import VirtualClock
+from accumulator.windows import Receipt
 from tests.conftest import event
 
 T = TypeVar("T")

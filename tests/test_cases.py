@@ -25,9 +25,9 @@ from accumulator.embedded import EmbeddedServer
 from accumulator.envelope import Event, bucket_key
 from accumulator.errors import InvalidEvent, InvalidPolicy, ServerError
 from accumulator.manifest import Manifest
-from accumulator.operations import Outcome
 from accumulator.policy import Policy
 from accumulator.testing import START, VirtualClock
+from accumulator.windows import Outcome
 from tests.conftest import MakeClient, StartServer, event, wait_until
 from tests.invariants import check_invariants, contents
 from tests.proxy import Do, Proxy

@@ -17,7 +17,7 @@ from redis._parsers import _HiredisParser, _RESP2Parser, _RESP3Parser
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from accumulator import operations
+from accumulator import windows
 from accumulator.client import Accumulator, AsyncAccumulator
 from accumulator.embedded import EmbeddedServer
 from accumulator.envelope import Event
@@ -32,9 +32,10 @@ from accumulator.errors import (
     ServerUnavailable,
     UnknownFlow,
 )
-from accumulator.operations import Outcome, Receipt
+from accumulator.namespace import FORMAT
 from accumulator.store import Store
 from accumulator.testing import VirtualClock
+from accumulator.windows import Outcome, Receipt
 from tests.conftest import MakeClient, StartServer, event
 from tests.invariants import check_invariants, contents
 from tests.proxy import Do, Proxy
@@ -464,13 +465,13 @@ def test_a_namespace_is_met_as_it_was_made(make_client: MakeClient, namespace: s
             accumulator.push(event("e2"))
         with pytest.raises(NamespaceMismatch, match=words):
             accumulator.counters()
-    client.hset(f"{namespace}:meta", "format", operations.FORMAT + 1)
+    client.hset(f"{namespace}:meta", "format", FORMAT + 1)
     newer = Accumulator(client, namespace=namespace)
     with pytest.raises(NamespaceMismatch, match=r"format 2, this release reads up to 1: upgrade"):
         newer.push(event("e3"))
     with pytest.raises(NamespaceMismatch):
         newer.store.perform(newer.operations.tick(0, 10))
-    client.hset(f"{namespace}:meta", "format", operations.FORMAT)
+    client.hset(f"{namespace}:meta", "format", FORMAT)
     assert set(contents(client)) > set(before)
     check_invariants(client, namespace)
 
@@ -684,7 +685,7 @@ def test_a_part_without_an_answer_is_unknown_and_may_be_sent_again(
 ) -> None:
     live.load_policy("f", {"inactivity": "1h"})
     live.push(event("warm", "t:f:warm"))
-    monkeypatch.setattr(operations, "ROUND_EVENTS", 10)
+    monkeypatch.setattr(windows, "ROUND_EVENTS", 10)
     fields = [event(f"e{n}", f"t:f:{n}") for n in range(40)]
     with (
         Proxy(server.port) as proxy,
@@ -726,7 +727,7 @@ def test_what_was_answered_stands_when_the_ceilings_can_not_be_measured(
 ) -> None:
     live.load_policy("f", {"inactivity": "1h"})
     live.store.perform(live.operations.set_ceilings(20, 20))
-    monkeypatch.setattr(operations, "ROUND_EVENTS", 10)
+    monkeypatch.setattr(windows, "ROUND_EVENTS", 10)
     with (
         Proxy(server.port) as proxy,
         Accumulator(proxy.url, namespace=live.operations.namespace, retry=ONCE) as accumulator,

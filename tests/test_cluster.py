@@ -19,9 +19,9 @@ from accumulator.client import Accumulator, AsyncAccumulator
 from accumulator.embedded import EmbeddedServer
 from accumulator.envelope import Event
 from accumulator.errors import ServerRefused
-from accumulator.operations import Outcome, Receipt
 from accumulator.runner import run_attempt
 from accumulator.store import Store
+from accumulator.windows import Outcome, Receipt
 from tests.conftest import wait_until
 
 AT = datetime(2026, 1, 1, tzinfo=UTC)

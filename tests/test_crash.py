@@ -15,7 +15,7 @@ import pytest
 from accumulator.client import Accumulator
 from accumulator.embedded import EmbeddedServer
 from accumulator.errors import ServerError
-from accumulator.operations import Outcome, Receipt
+from accumulator.windows import Outcome, Receipt
 from tests.conftest import StartServer, event, wait_until
 from tests.invariants import check_invariants
 from tests.processes import let_pass, program, written

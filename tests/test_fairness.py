@@ -13,13 +13,13 @@ import pytest
 import rq
 
 import accumulator.handlers
+from accumulator.attempts import Taken
 from accumulator.client import Accumulator
 from accumulator.closer import Closer
 from accumulator.context import Context
 from accumulator.embedded import EmbeddedServer
 from accumulator.handlers import handler
 from accumulator.keys import inflight
-from accumulator.operations import Taken
 from accumulator.rq_sink import QUEUE, Dispatcher
 from accumulator.runner import DirectRunner, run_attempt
 from accumulator.settings import Config, RqSink, Settings

@@ -27,7 +27,7 @@ from accumulator.errors import (
     UnknownFlow,
 )
 from accumulator.feed import BATCH_EVENTS, MAX_LINE, BadLine, Fed, Source, feed
-from accumulator.operations import ClosedWindow, Outcome, Receipt
+from accumulator.windows import ClosedWindow, Outcome, Receipt
 from tests.conftest import StartServer
 
 

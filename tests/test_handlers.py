@@ -15,6 +15,7 @@ import pytest
 
 import accumulator.handlers
 from accumulator import logs
+from accumulator.attempts import Taken
 from accumulator.client import Accumulator
 from accumulator.context import Context
 from accumulator.errors import HandlerMissing, InvalidSettings
@@ -28,7 +29,6 @@ from accumulator.handlers import (
     registered,
 )
 from accumulator.manifest import Manifest
-from accumulator.operations import Taken
 from accumulator.policy import Policy
 from accumulator.runner import Attempt, run_attempt
 from accumulator.testing import VirtualClock

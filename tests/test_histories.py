@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from accumulator import keys
-from accumulator.operations import Taken
+from accumulator.attempts import Taken
 from accumulator.simulate import PARTITIONS, _Run, run_scenario
 from accumulator.store import Store
 from tests.conftest import KINDS, MakeClient

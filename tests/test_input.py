@@ -12,8 +12,8 @@ import pytest
 from accumulator.client import Accumulator
 from accumulator.envelope import MISSING, Event, bucket_key
 from accumulator.errors import AccumulatorError, InvalidEvent, InvalidInput, UnknownFlow
-from accumulator.operations import Outcome
 from accumulator.testing import VirtualClock
+from accumulator.windows import Outcome
 from tests.conftest import MakeClient, event
 from tests.invariants import contents
 

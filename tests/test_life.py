@@ -12,6 +12,7 @@ import pytest
 
 import accumulator.handlers
 from accumulator import runner
+from accumulator.attempts import Ask, Grant, Settlement
 from accumulator.context import Context
 from accumulator.errors import InvalidInput
 from accumulator.handlers import (
@@ -22,7 +23,6 @@ from accumulator.handlers import (
     handler,
 )
 from accumulator.manifest import SETTLED
-from accumulator.operations import Ask, Grant, Settlement
 from accumulator.runner import Attempt, begin, run_attempt, settle
 from tests.conftest import MakeClient, event
 from tests.life import DAY, KEY, LEASE, OTHER, TOKEN, WATCH, Life

@@ -13,14 +13,15 @@ import redis
 from pydantic import SecretStr
 
 import accumulator.handlers
+from accumulator.attempts import Taken
 from accumulator.client import Accumulator
 from accumulator.context import Context
 from accumulator.errors import ServerRefused
 from accumulator.handlers import Stages, handler
-from accumulator.operations import Outcome, Taken
 from accumulator.policy import Policy
 from accumulator.runner import run_attempt
 from accumulator.settings import Config, Settings
+from accumulator.windows import Outcome
 from accumulator.worker import Worker
 from tests.conftest import MakeClient, StartServer, event, wait_until
 from tests.invariants import check_invariants

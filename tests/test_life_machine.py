@@ -9,8 +9,8 @@ from typing import Any, Final, TypeVar
 
 import pytest
 
+from accumulator.attempts import Grant, Taken
 from accumulator.manifest import SETTLED, Manifest
-from accumulator.operations import Grant, Taken
 from tests.conftest import MakeClient
 from tests.life import ATTENTION, LEASE, Life
 

@@ -15,12 +15,12 @@ import accumulator.handlers
 from accumulator import cli_operate
 from accumulator.client import Accumulator, AsyncAccumulator
 from accumulator.context import Context
+from accumulator.decisions import ATTENTION, Decided, Resolved
 from accumulator.embedded import EmbeddedServer
 from accumulator.errors import InvalidInput
 from accumulator.handlers import Stages, handler
 from accumulator.health import sign_of_life
 from accumulator.manifest import Manifest
-from accumulator.operations import ATTENTION, Decided, Resolved
 from accumulator.runner import run_attempt
 from tests.conftest import Program, wait_until
 from tests.invariants import check_invariants

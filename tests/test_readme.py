@@ -21,14 +21,15 @@ import accumulator.handlers
 from accumulator import keys, simulate
 from accumulator.client import Accumulator, AsyncAccumulator
 from accumulator.context import Context, StepContext
+from accumulator.decisions import ATTENTION
 from accumulator.embedded import EmbeddedServer
 from accumulator.handlers import HANDLED_SINKS, STAGES, registered
 from accumulator.health import sign_of_life
 from accumulator.manifest import SETTLED
-from accumulator.operations import ATTENTION, Outcome
 from accumulator.policy import OPTIONS
 from accumulator.runner import run_attempt
 from accumulator.settings import Config
+from accumulator.windows import Outcome
 from accumulator.worker import ROLES
 from tests.conftest import Program
 

@@ -11,11 +11,12 @@ import pytest
 
 import accumulator.handlers
 from accumulator.context import Context
+from accumulator.decisions import ReconcileItem, Resolved
 from accumulator.errors import InvalidInput
 from accumulator.handlers import QueueFull, RetryLater, handler
 from accumulator.manifest import pairs_digest
-from accumulator.operations import Outcome, Receipt, ReconcileItem, Resolved
 from accumulator.runner import run_attempt
+from accumulator.windows import Outcome, Receipt
 from tests.conftest import MakeClient, event
 from tests.life import KEY, LEASE, OTHER, TOKEN, Life
 

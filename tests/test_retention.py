@@ -12,7 +12,7 @@ from accumulator.closer import Closer
 from accumulator.envelope import MISSING
 from accumulator.janitor import Janitor
 from accumulator.manifest import SETTLED, Manifest, pairs_digest
-from accumulator.operations import Outcome
+from accumulator.windows import Outcome
 from tests import retention
 from tests.conftest import MakeClient, event
 from tests.life import DAY, KEY, LEASE, OTHER, TOKEN, Life

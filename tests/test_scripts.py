@@ -20,10 +20,11 @@ import redis
 
 from accumulator import keys, scripts
 from accumulator.client import Accumulator
+from accumulator.decisions import ReconcileItem
 from accumulator.envelope import Event
 from accumulator.ladders import Ladder
 from accumulator.manifest import read_manifest, replay
-from accumulator.operations import Operations, ReconcileItem
+from accumulator.operations import Operations
 from accumulator.policy import Policy
 from accumulator.scripts import script
 from accumulator.store import Store

@@ -14,6 +14,7 @@ import pytest
 import redis
 
 import accumulator.handlers
+from accumulator.attempts import Ask
 from accumulator.client import Accumulator
 from accumulator.closer import Closer
 from accumulator.context import Context
@@ -21,7 +22,6 @@ from accumulator.embedded import EmbeddedServer
 from accumulator.errors import InvalidSettings, NamespaceMismatch, ServerUnavailable
 from accumulator.handlers import handler
 from accumulator.manifest import Manifest
-from accumulator.operations import Ask
 from accumulator.role import Role, Trouble, read_wake
 from accumulator.runner import DirectRunner
 from accumulator.settings import Config, Settings
