@@ -72,6 +72,16 @@ class Queue:
 
 
 @dataclass(frozen=True)
+class RqQueue:
+    """A queue of RQ as a dispatcher saw it last: RQ workers that listen to it, jobs that wait in it, the oldest for so
+    many ms."""
+
+    workers: int
+    jobs: int = 0
+    oldest: int = 0
+
+
+@dataclass(frozen=True)
 class Health:
     """How it goes. `problems` have to be mended, `warnings` should be known, a sentence each.
 
@@ -79,7 +89,8 @@ class Health:
     the first 200 of each partition) are windows. `unsettled`: manifests in the outbox, the oldest for `unsettled_ms`;
     `stuck` those of them that are older than 10 min and wait for no person (of the first 200 of each partition).
     `ready`: sink → manifests whose turn has come and that nobody took yet. `people`: state → what waits for somebody
-    (of the first 1000 of each partition); `reconcile` the events that do. `workers` are those of the last hour.
+    (of the first 1000 of each partition); `reconcile` the events that do. `workers` are those of the last hour. `rq`:
+    the queues of RQ that flows go to; None where no dispatcher has seen them for 20 s.
     """
 
     problems: tuple[str, ...] = ()
@@ -94,6 +105,7 @@ class Health:
     people: dict[str, Queue] = field(default_factory=dict)
     reconcile: Queue = field(default_factory=Queue)
     workers: tuple[WorkerSeen, ...] = ()
+    rq: dict[str, RqQueue] | None = None
 
     @property
     def ok(self) -> bool:
@@ -112,6 +124,8 @@ def health_report(health: Health) -> list[str]:
     lines.append(f"overdue: {_queue(Queue(health.overdue, health.overdue_ms))}")
     lines.append(f"unsettled: {_queue(Queue(health.unsettled, health.unsettled_ms))}")
     lines.append(f"ready: {ready or 'nothing'}")
+    for name, seen in (health.rq or {}).items():
+        lines.append(f"queue {name}: {_count(seen.jobs, 'job')}, {_count(seen.workers, 'RQ worker')}")
     lines += [f"{state}: {_queue(queue)}" for state, queue in health.people.items()]
     lines.append(f"reconciliation: {_queue(health.reconcile)}")
     lines.append("healthy" if health.ok else "not healthy")
@@ -170,6 +184,31 @@ def end(namespace: str, sign: str) -> Operation[None]:
     """Takes it back: the worker ends as it should."""
     replies = yield [Call(("ZREM", keys.workers(namespace), sign))]
     answer(replies[0])
+
+
+def sinks_of(meta: Reply) -> dict[str, str]:
+    """Flow → sink, of the latest policies in the hash ``<ns>:meta``."""
+    return {
+        name.decode().removeprefix("flow:"): str(orjson.loads(text.partition(b" ")[2])["sink"])
+        for name, text in as_pairs(meta)
+        if name.startswith(b"flow:")
+    }
+
+
+def tell_queues(namespace: str, now: int, queues: Mapping[str, RqQueue]) -> Operation[None]:
+    """Says what a dispatcher sees of RQ's queues at `now` (ms)."""
+    told = {name: (queue.workers, queue.jobs, queue.oldest) for name, queue in queues.items()}
+    replies = yield [Call(("HSET", keys.meta(namespace), "rq", f"{now} {orjson.dumps(told).decode()}"))]
+    answer(replies[0])
+
+
+def _queues(meta: Mapping[bytes, bytes], now: int) -> dict[str, RqQueue] | None:
+    at, _, told = meta.get(b"rq", b"").partition(b" ")
+    try:
+        queues = {name: RqQueue(*map(int, of)) for name, of in orjson.loads(told).items()}
+        return queues if now - int(at) <= ALIVE else None
+    except (ValueError, TypeError, AttributeError):
+        return None  # nobody told it yet, or a release that tells it otherwise
 
 
 def _workers(pairs: Iterable[tuple[Any, Any]], now: int) -> Iterator[WorkerSeen]:
@@ -237,12 +276,11 @@ def read_health(
     now = _instant(replies[0]) if instant == "" else int(instant)
     signs = as_pairs(replies[2])
     workers = tuple(sorted(_workers(signs, now), key=lambda worker: (worker.age, worker.worker_id)))
-    sinks = {
-        name.decode().removeprefix("flow:"): str(orjson.loads(text.partition(b" ")[2])["sink"])
-        for name, text in as_pairs(replies[1])
-        if name.startswith(b"flow:")
-    }
+    sinks = sinks_of(replies[1])
     problems += _judge_workers(workers, sinks, warnings)
+    queues = _queues(dict(as_pairs(replies[1])), now)
+    if "rq" in sinks.values() and any(worker.alive and "dispatcher" in worker.roles for worker in workers):
+        problems += _judge_queues(queues)
 
     columns = yield from _columns(prefixes, now)
     late, ahead = columns.total("late"), columns.scores("opened") + columns.scores("sealed")
@@ -301,6 +339,7 @@ def read_health(
         people=people,
         reconcile=reconcile,
         workers=workers,
+        rq=queues,
     )
 
 
@@ -336,6 +375,18 @@ def _judge_workers(workers: Sequence[WorkerSeen], sinks: Mapping[str, str], warn
             warnings.append(f"no worker that is alive has {what} for flows without a policy of their own (sink {sink})")
         if without:
             yield f"no worker that is alive has {what} for flow {_some(without)} (sink {sink})"
+
+
+def _judge_queues(queues: Mapping[str, RqQueue] | None) -> Iterator[str]:
+    if queues is None:
+        yield "no dispatcher reaches RQ's server: nothing gets to the sink rq"
+        return
+    for name, queue in queues.items():
+        waits = f"{_count(queue.jobs, 'job')} in it, the oldest for {_span(queue.oldest)}"
+        if not queue.workers:
+            yield f"no RQ worker is alive for the queue {name}: {waits if queue.jobs else 'it is empty'}"
+        elif queue.oldest > UNSETTLED:
+            yield f"RQ workers of the queue {name} are alive, but behind: {waits}"
 
 
 class _Columns(dict[str, list[Reply]]):

@@ -25,7 +25,7 @@ from accumulator.errors import (
     ServerError,
     UnknownFlow,
 )
-from accumulator.health import Health, beat, end, read_health, read_setup
+from accumulator.health import Health, RqQueue, beat, end, read_health, read_setup, sinks_of, tell_queues
 from accumulator.ladder_operations import LadderOperations
 from accumulator.manifest import RELATIONS, Contents, Manifest, StoredEvent, read_manifest, replay
 from accumulator.policy import Policy, shown
@@ -886,6 +886,17 @@ class Operations(LadderOperations):
     def rest(self, sign: str) -> Operation[None]:
         """Takes a worker's sign of life back: it ends as it should."""
         yield from end(self.namespace, sign)
+
+    def flows(self, sink: str) -> Operation[list[str]]:
+        """Flows whose latest policy has that sink."""
+        yield from self.connect()
+        replies = yield [Call(("HGETALL", keys.meta(self.namespace)))]
+        return sorted(flow for flow, its in sinks_of(replies[0]).items() if its == sink)
+
+    def tell_queues(self, queues: Mapping[str, RqQueue]) -> Operation[None]:
+        """Says what a dispatcher sees of RQ's queues now."""
+        yield from self.connect()
+        yield from tell_queues(self.namespace, (yield from self.now()), queues)
 
     def warm(self) -> Operation[None]:
         """Learns what every attempt needs, so that processes that fork from this one know it."""
