@@ -278,9 +278,6 @@ def read_health(
     workers = tuple(sorted(_workers(signs, now), key=lambda worker: (worker.age, worker.worker_id)))
     sinks = sinks_of(replies[1])
     problems += _judge_workers(workers, sinks, warnings)
-    queues = _queues(dict(as_pairs(replies[1])), now)
-    if "rq" in sinks.values() and any(worker.alive and "dispatcher" in worker.roles for worker in workers):
-        problems += _judge_queues(queues)
 
     columns = yield from _columns(prefixes, now)
     late, ahead = columns.total("late"), columns.scores("opened") + columns.scores("sealed")
@@ -319,6 +316,10 @@ def read_health(
             noun = "event" if queue is reconcile else "manifest"
             text = f"{_count(queue.count, noun)} {what_waits}, the oldest for {_span(queue.oldest)}"
             (problems if queue.oldest > PATIENCE else warnings).append(text)
+
+    queues = _queues(dict(as_pairs(replies[1])), now)
+    if "rq" in sinks.values() and any(worker.alive and "dispatcher" in worker.roles for worker in workers):
+        problems += _judge_queues(queues)
 
     unsettled = columns.total("outbox")
     for name, held in (("max_unsettled", unsettled), ("max_reconcile", reconcile.count)):
@@ -377,18 +378,6 @@ def _judge_workers(workers: Sequence[WorkerSeen], sinks: Mapping[str, str], warn
             yield f"no worker that is alive has {what} for flow {_some(without)} (sink {sink})"
 
 
-def _judge_queues(queues: Mapping[str, RqQueue] | None) -> Iterator[str]:
-    if queues is None:
-        yield "no dispatcher reaches RQ's server: nothing gets to the sink rq"
-        return
-    for name, queue in queues.items():
-        waits = f"{_count(queue.jobs, 'job')} in it, the oldest for {_span(queue.oldest)}"
-        if not queue.workers:
-            yield f"no RQ worker is alive for the queue {name}: {waits if queue.jobs else 'it is empty'}"
-        elif queue.oldest > UNSETTLED:
-            yield f"RQ workers of the queue {name} are alive, but behind: {waits}"
-
-
 class _Columns(dict[str, list[Reply]]):
     """Name → the replies of all partitions."""
 
@@ -427,6 +416,18 @@ def _columns(prefixes: Sequence[str], now: int) -> Operation[_Columns]:
         for name in row:
             columns.setdefault(name, []).append(next(replies))
     return columns
+
+
+def _judge_queues(queues: Mapping[str, RqQueue] | None) -> Iterator[str]:
+    if queues is None:
+        yield "no dispatcher reaches RQ's server: nothing gets to the sink rq"
+        return
+    for name, queue in queues.items():
+        waits = f"{_count(queue.jobs, 'job')} in it, the oldest for {_span(queue.oldest)}"
+        if not queue.workers:
+            yield f"no RQ worker is alive for the queue {name}: {waits if queue.jobs else 'it is empty'}"
+        elif queue.oldest > UNSETTLED:
+            yield f"RQ workers of the queue {name} are alive, but behind: {waits}"
 
 
 def _people(waiting: Sequence[tuple[str, bytes, int]], now: int) -> Operation[dict[str, Queue]]:

@@ -22,17 +22,7 @@ from accumulator.context import Context
 from accumulator.embedded import EmbeddedServer
 from accumulator.errors import ServerUnavailable
 from accumulator.handlers import PermanentError, RetryLater, Stages, handler
-from accumulator.health import (
-    ALIVE,
-    FORGOTTEN,
-    PATIENCE,
-    UNSETTLED,
-    Health,
-    Queue,
-    RqQueue,
-    health_report,
-    sign_of_life,
-)
+from accumulator.health import ALIVE, FORGOTTEN, PATIENCE, UNSETTLED, Health, Queue, health_report, sign_of_life
 from accumulator.janitor import Janitor
 from accumulator.manifest import Manifest
 from accumulator.pulse import Pulse
@@ -68,11 +58,6 @@ def alive(
 
 def policy(target: Accumulator, flow: str = "f", **more: Any) -> None:
     target.load_policy(flow, {"inactivity": "10s", "sink": "direct"} | more)
-
-
-def queues(target: Accumulator, **seen: RqQueue) -> None:
-    """A dispatcher tells of RQ's queues."""
-    target.store.perform(target.operations.tell_queues(seen))
 
 
 def close(target: Accumulator, clock: VirtualClock, key: str = "t:f:1", event_id: str = "e1") -> Manifest:
@@ -150,7 +135,7 @@ def test_flows_that_nobody_can_serve(virtual: Accumulator) -> None:
     alive(virtual, ("webhook",), ("b", "w"), ("elsewhere",), worker_id="w2")
     alive(virtual, ("rq",), ("q",), worker_id="w3")
     alive(virtual, ("dispatcher",), (), worker_id="w4")
-    queues(virtual, accumulator=RqQueue(1))
+    virtual.store.perform(virtual.operations.tell_queues({}))
     health = virtual.health()
     assert health.problems == (
         "no worker that is alive has a handler for flow b, c (sink direct)",
@@ -160,28 +145,6 @@ def test_flows_that_nobody_can_serve(virtual: Accumulator) -> None:
         "no worker that is alive has a handler for flows without a policy of their own (sink direct)",
     )
     alive(virtual, ("runner", "webhook"), ("default",), ("default",), worker_id="w5")
-    assert virtual.health().ok
-
-
-def test_queues_of_rq(virtual: Accumulator, clock: VirtualClock) -> None:
-    policy(virtual, "q", sink="rq")
-    alive(virtual)
-    away = "no dispatcher reaches RQ's server: nothing gets to the sink rq"
-    assert virtual.health().problems == (away,)
-    queues(virtual, a=RqQueue(1, 5, UNSETTLED), b=RqQueue(2))
-    health = virtual.health()
-    assert (health.problems, health.rq) == ((), {"a": RqQueue(1, 5, UNSETTLED), "b": RqQueue(2)})
-    assert health_report(health)[5:7] == ["queue a: 5 jobs, 1 RQ worker", "queue b: 0 jobs, 2 RQ workers"]
-    queues(virtual, a=RqQueue(1, 5, UNSETTLED + 1), b=RqQueue(0), c=RqQueue(0, 1, 2_000))
-    assert virtual.health().problems == (
-        "RQ workers of the queue a are alive, but behind: 5 jobs in it, the oldest for 10m",
-        "no RQ worker is alive for the queue b: it is empty",
-        "no RQ worker is alive for the queue c: 1 job in it, the oldest for 2s",
-    )
-    clock.advance(ALIVE + 1)
-    alive(virtual)
-    assert virtual.health().problems == (away,)
-    policy(virtual, "q", sink="direct")  # now nobody needs RQ
     assert virtual.health().ok
 
 

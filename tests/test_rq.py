@@ -23,11 +23,13 @@ from accumulator.client import Accumulator
 from accumulator.closer import Closer
 from accumulator.embedded import EmbeddedServer
 from accumulator.handlers import Timeout
+from accumulator.health import ALIVE, UNSETTLED, RqQueue, health_report, sign_of_life
 from accumulator.manifest import Manifest
 from accumulator.pulse import Pulse
 from accumulator.rq_sink import DESCRIPTION, QUEUE, Dispatcher, rq_client
 from accumulator.settings import Config, RqSink, Settings
-from accumulator.worker import Worker
+from accumulator.testing import VirtualClock
+from accumulator.worker import ROLES, Worker
 from tests.conftest import MakeClient, event, process_lives, wait_until
 from tests.processes import config, let_pass, program, written
 from tests.test_worker import Ears, own, running, settled
@@ -331,6 +333,33 @@ def test_an_interrupted_call_leaves_no_answer_behind(live: Accumulator) -> None:
     with pytest.raises(Timeout), rq_sink._alarm(live, 0.2):
         ask()
     assert client.echo("mine") == b"mine"
+
+
+def test_queues_of_rq(virtual: Accumulator, clock: VirtualClock) -> None:
+    sign = sign_of_life("w1", ROLES, ["default"])
+
+    def told(**queues: RqQueue) -> None:
+        virtual.store.perform(virtual.operations.tell_queues(queues))
+
+    virtual.load_policy("q", {"inactivity": "1h"})
+    virtual.store.perform(virtual.operations.beat(sign))
+    away = "no dispatcher reaches RQ's server: nothing gets to the sink rq"
+    assert virtual.health().problems == (away,)
+    told(a=RqQueue(1, 5, UNSETTLED), b=RqQueue(2))
+    health = virtual.health()
+    assert (health.problems, health.rq) == ((), {"a": RqQueue(1, 5, UNSETTLED), "b": RqQueue(2)})
+    assert health_report(health)[5:7] == ["queue a: 5 jobs, 1 RQ worker", "queue b: 0 jobs, 2 RQ workers"]
+    told(a=RqQueue(1, 5, UNSETTLED + 1), b=RqQueue(0), c=RqQueue(0, 1, 2_000))
+    assert virtual.health().problems == (
+        "RQ workers of the queue a are alive, but behind: 5 jobs in it, the oldest for 10m",
+        "no RQ worker is alive for the queue b: it is empty",
+        "no RQ worker is alive for the queue c: 1 job in it, the oldest for 2s",
+    )
+    clock.advance(ALIVE + 1)
+    virtual.store.perform(virtual.operations.beat(sign))
+    assert virtual.health().problems == (away,)
+    virtual.load_policy("q", {"inactivity": "1h", "sink": "direct"})  # now nobody needs RQ
+    assert virtual.health().ok
 
 
 def test_health_tells_of_queues_and_their_workers(
