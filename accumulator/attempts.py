@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 from accumulator import keys
 from accumulator.envelope import Event, packed_again
 from accumulator.errors import AccumulatorError
-from accumulator.health import beat, end
+from accumulator.health import RqQueue, beat, end, sinks_of, tell_queues
 from accumulator.manifest import Manifest, read_manifest, replay
 from accumulator.namespace import PAGE, Namespace
 from accumulator.scripts import script
@@ -98,6 +98,17 @@ class Attempts(Namespace):
     def rest(self, sign: str) -> Operation[None]:
         """Takes a worker's sign of life back: it ends as it should."""
         yield from end(self.namespace, sign)
+
+    def flows(self, sink: str) -> Operation[list[str]]:
+        """Flows whose latest policy has that sink."""
+        yield from self.connect()
+        replies = yield [Call(("HGETALL", keys.meta(self.namespace)))]
+        return sorted(flow for flow, its in sinks_of(replies[0]).items() if its == sink)
+
+    def tell_queues(self, queues: Mapping[str, RqQueue]) -> Operation[None]:
+        """Says what a dispatcher sees of RQ's queues now."""
+        yield from self.connect()
+        yield from tell_queues(self.namespace, (yield from self.now()), queues)
 
     def warm(self) -> Operation[None]:
         """Learns what every attempt needs, so that processes that fork from this one know it."""

@@ -73,6 +73,16 @@ class Queue:
 
 
 @dataclass(frozen=True)
+class RqQueue:
+    """A queue of RQ as a dispatcher saw it last: RQ workers that listen to it, jobs that wait in it, the oldest for so
+    many ms."""
+
+    workers: int
+    jobs: int = 0
+    oldest: int = 0
+
+
+@dataclass(frozen=True)
 class Health:
     """How it goes. `problems` have to be mended, `warnings` should be known, a sentence each.
 
@@ -80,7 +90,8 @@ class Health:
     the first 200 of each partition) are windows. `unsettled`: manifests in the outbox, the oldest for `unsettled_ms`;
     `stuck` those of them that are older than 10 min and wait for no person (of the first 200 of each partition).
     `ready`: sink → manifests whose turn has come and that nobody took yet. `people`: state → what waits for somebody
-    (of the first 1000 of each partition); `reconcile` the events that do. `workers` are those of the last hour.
+    (of the first 1000 of each partition); `reconcile` the events that do. `workers` are those of the last hour. `rq`:
+    the queues of RQ that flows go to; None where no dispatcher has seen them for 20 s.
     """
 
     problems: tuple[str, ...] = ()
@@ -95,6 +106,7 @@ class Health:
     people: dict[str, Queue] = field(default_factory=dict)
     reconcile: Queue = field(default_factory=Queue)
     workers: tuple[WorkerSeen, ...] = ()
+    rq: dict[str, RqQueue] | None = None
 
     @property
     def ok(self) -> bool:
@@ -113,6 +125,8 @@ def health_report(health: Health) -> list[str]:
     lines.append(f"overdue: {_queue(Queue(health.overdue, health.overdue_ms))}")
     lines.append(f"unsettled: {_queue(Queue(health.unsettled, health.unsettled_ms))}")
     lines.append(f"ready: {ready or 'nothing'}")
+    for name, seen in (health.rq or {}).items():
+        lines.append(f"queue {name}: {_count(seen.jobs, 'job')}, {_count(seen.workers, 'RQ worker')}")
     lines += [f"{state}: {_queue(queue)}" for state, queue in health.people.items()]
     lines.append(f"reconciliation: {_queue(health.reconcile)}")
     lines.append("healthy" if health.ok else "not healthy")
@@ -176,6 +190,31 @@ def end(namespace: str, sign: str) -> Operation[None]:
     """Takes it back: the worker ends as it should."""
     replies = yield [Call(("ZREM", keys.workers(namespace), sign))]
     answer(replies[0])
+
+
+def sinks_of(meta: Reply) -> dict[str, str]:
+    """Flow → sink, of the latest policies in the hash ``<ns>:meta``."""
+    return {
+        name.decode().removeprefix("flow:"): str(orjson.loads(text.partition(b" ")[2])["sink"])
+        for name, text in as_pairs(meta)
+        if name.startswith(b"flow:")
+    }
+
+
+def tell_queues(namespace: str, now: int, queues: Mapping[str, RqQueue]) -> Operation[None]:
+    """Says what a dispatcher sees of RQ's queues at `now` (ms)."""
+    told = {name: (queue.workers, queue.jobs, queue.oldest) for name, queue in queues.items()}
+    replies = yield [Call(("HSET", keys.meta(namespace), "rq", f"{now} {orjson.dumps(told).decode()}"))]
+    answer(replies[0])
+
+
+def _queues(meta: Mapping[bytes, bytes], now: int) -> dict[str, RqQueue] | None:
+    at, _, told = meta.get(b"rq", b"").partition(b" ")
+    try:
+        queues = {name: RqQueue(*map(int, of)) for name, of in orjson.loads(told).items()}
+        return queues if now - int(at) <= ALIVE else None
+    except (ValueError, TypeError, AttributeError):
+        return None  # nobody told it yet, or a release that tells it otherwise
 
 
 def _workers(pairs: Iterable[tuple[Any, Any]], now: int) -> Iterator[WorkerSeen]:
@@ -243,11 +282,7 @@ def read_health(
     now = _instant(replies[0]) if instant == "" else int(instant)
     signs = as_pairs(replies[2])
     workers = tuple(sorted(_workers(signs, now), key=lambda worker: (worker.age, worker.worker_id)))
-    sinks = {
-        name.decode().removeprefix("flow:"): str(orjson.loads(text.partition(b" ")[2])["sink"])
-        for name, text in as_pairs(replies[1])
-        if name.startswith(b"flow:")
-    }
+    sinks = sinks_of(replies[1])
     problems += _judge_workers(workers, sinks, warnings)
     problems += yield from _judge_ladders(workers, sinks, replies[1], prefixes)
 
@@ -289,6 +324,10 @@ def read_health(
             text = f"{_count(queue.count, noun)} {what_waits}, the oldest for {_span(queue.oldest)}"
             (problems if queue.oldest > PATIENCE else warnings).append(text)
 
+    queues = _queues(dict(as_pairs(replies[1])), now)
+    if "rq" in sinks.values() and any(worker.alive and "dispatcher" in worker.roles for worker in workers):
+        problems += _judge_queues(queues)
+
     unsettled = columns.total("outbox")
     for name, held in (("max_unsettled", unsettled), ("max_reconcile", reconcile.count)):
         if held >= ceilings[name]:
@@ -308,6 +347,7 @@ def read_health(
         people=people,
         reconcile=reconcile,
         workers=workers,
+        rq=queues,
     )
 
 
@@ -409,6 +449,18 @@ def _columns(prefixes: Sequence[str], now: int) -> Operation[_Columns]:
         for name in row:
             columns.setdefault(name, []).append(next(replies))
     return columns
+
+
+def _judge_queues(queues: Mapping[str, RqQueue] | None) -> Iterator[str]:
+    if queues is None:
+        yield "no dispatcher reaches RQ's server: nothing gets to the sink rq"
+        return
+    for name, queue in queues.items():
+        waits = f"{_count(queue.jobs, 'job')} in it, the oldest for {_span(queue.oldest)}"
+        if not queue.workers:
+            yield f"no RQ worker is alive for the queue {name}: {waits if queue.jobs else 'it is empty'}"
+        elif queue.oldest > UNSETTLED:
+            yield f"RQ workers of the queue {name} are alive, but behind: {waits}"
 
 
 def _people(waiting: Sequence[tuple[str, bytes, int]], now: int) -> Operation[dict[str, Queue]]:

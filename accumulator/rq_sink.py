@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from math import ceil
 from time import monotonic
@@ -21,6 +22,8 @@ import rq
 from redis import exceptions as faults
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from rq.job import Job
+from rq.utils import utcparse
 from rq.worker import DequeueStrategy
 
 from accumulator.attempts import Taken
@@ -28,6 +31,7 @@ from accumulator.client import Accumulator
 from accumulator.emission import is_emission
 from accumulator.errors import HandlerMissing
 from accumulator.handlers import Timeout, find_handler, load_handlers, longest_step
+from accumulator.health import BEAT, RqQueue
 from accumulator.pulse import Pulse
 from accumulator.role import SLICE, Role
 from accumulator.runner import WATCH, run_attempt
@@ -90,10 +94,13 @@ class Dispatcher(Role):
         self._options = options
         self._turns = Turns(accumulator, "rq", in_flight)
         self._held: list[Taken] = []
+        self._tell_at = 0.0
 
     def step(self) -> None:
         try:
             self._enqueue()
+            if monotonic() >= self._tell_at:
+                self._tell()
             room = self._room() if self._turns.waiting else 0
         except (faults.RedisError, OSError) as error:
             raise translate(error, "rq_url") from None
@@ -114,6 +121,29 @@ class Dispatcher(Role):
     def _room(self) -> int:
         counts = [queue.count for queue in self._queues.values()]
         return min(self._backlog - min(counts), self._backlog * self.SPREAD - max(counts))
+
+    def _tell(self) -> None:
+        """Says how RQ is doing, for :mod:`accumulator.health`, which may not reach RQ's server."""
+        flows = self.perform(self.operations.flows("rq"))
+        names = {self._options(flow).queue or self._usual for flow in flows}
+        if "default" in flows:
+            names |= self._queues.keys() - {self._usual}  # it stands for flows that are not known before they come
+        queues = {name: self._seen(name) for name in sorted(names)}
+        self.perform(self.operations.tell_queues(queues))
+        # RQ workers that have just been started are not reported missing for long.
+        self._tell_at = monotonic() + (BEAT if all(queue.workers for queue in queues.values()) else 1.0)
+
+    def _seen(self, name: str) -> RqQueue:
+        queue = rq.Queue(name, connection=self._client)
+        workers = rq.Worker.all_keys(queue=queue)  # also of those that died: their own keys expire
+        first = queue.get_job_ids(0, 1)
+        told: Any = self._client.hget(Job.key_for(first[0]), "enqueued_at") if first else None
+        oldest = datetime.now(UTC) - utcparse(told.decode()) if told else timedelta(0)
+        return RqQueue(
+            int(self._client.exists(*workers)) if workers else 0,
+            queue.count,
+            max(0, oldest // timedelta(milliseconds=1)),
+        )
 
     def _enqueue(self) -> None:
         jobs: dict[str, list[Any]] = {}

@@ -251,10 +251,11 @@ class RqServer(_Part):
 
 class RqSink(_Part):
     """How a flow's manifests become RQ jobs: in which `queue` (None: RqServer's), and how long (ms) RQ keeps the result
-    of a job, which is None, and a job that could not even begin."""
+    of a job, which is None, and a job that could not even begin. To keep nothing at all (0) costs RQ more: it asks
+    seven times, over one more connection, what there is to delete."""
 
     queue: Annotated[str, BeforeValidator(_queue)] | None = None
-    result_ttl: Annotated[int, BeforeValidator(lambda value: duration_option(value, zero=True))] = 0
+    result_ttl: Annotated[int, BeforeValidator(lambda value: duration_option(value, zero=True))] = 1000
     failure_ttl: Annotated[int, BeforeValidator(duration_option)] = 86_400_000
 
 

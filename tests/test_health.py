@@ -168,6 +168,7 @@ def test_flows_that_nobody_can_serve(virtual: Accumulator) -> None:
     alive(virtual, ("webhook",), ("b", "w"), ("elsewhere",), worker_id="w2")
     alive(virtual, ("rq",), ("q",), worker_id="w3")
     alive(virtual, ("dispatcher",), (), worker_id="w4")
+    virtual.store.perform(virtual.operations.tell_queues({}))
     health = virtual.health()
     assert health.problems == (
         "no worker that is alive has a handler for flow b, c (sink direct)",

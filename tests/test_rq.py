@@ -14,16 +14,22 @@ import pytest
 import redis
 import rq
 from rq.registry import FailedJobRegistry
+from typer.testing import CliRunner
 
 import accumulator.handlers
 from accumulator import rq_sink
+from accumulator.cli import app
 from accumulator.client import Accumulator
 from accumulator.closer import Closer
 from accumulator.embedded import EmbeddedServer
+from accumulator.handlers import Timeout
+from accumulator.health import ALIVE, UNSETTLED, RqQueue, health_report, sign_of_life
 from accumulator.manifest import Manifest
-from accumulator.rq_sink import DESCRIPTION, QUEUE, Dispatcher
-from accumulator.settings import Config, Settings
-from accumulator.worker import Worker
+from accumulator.pulse import Pulse
+from accumulator.rq_sink import DESCRIPTION, QUEUE, Dispatcher, rq_client
+from accumulator.settings import Config, RqSink, Settings
+from accumulator.testing import VirtualClock
+from accumulator.worker import ROLES, Worker
 from tests.conftest import MakeClient, event, process_lives, wait_until
 from tests.processes import config, let_pass, program, written
 from tests.test_worker import Ears, own, running, settled
@@ -45,9 +51,11 @@ def queue(make_client: MakeClient) -> rq.Queue:
 
 
 @contextmanager
-def rq_worker(server: EmbeddedServer, namespace: str, log: Path) -> Iterator[None]:
+def rq_worker(
+    server: EmbeddedServer, namespace: str, log: Path, queue: str = QUEUE, url: str | None = None
+) -> Iterator[None]:
     """The user's own `rq worker accumulator`, which knows the environment and nothing else."""
-    arguments = ["-m", "rq.cli", "worker", QUEUE, "--url", server.url]
+    arguments = ["-m", "rq.cli", "worker", queue, "--url", url or server.url]
     with program(arguments, server.url, namespace, log) as worker:
         wait_until(lambda: b"Listening on" in worker.log.read_bytes(), timeout=30)
         yield
@@ -82,7 +90,7 @@ def test_a_job_carries_two_words(
     assert job.func_name == "accumulator.rq_sink.run_job"
     assert (job.args, job.kwargs) == ((manifest.window_id, 1), {})
     assert job.description == DESCRIPTION
-    assert (job.timeout, job.result_ttl, job.failure_ttl) == (95, 0, 86_400)
+    assert (job.timeout, job.result_ttl, job.failure_ttl) == (95, 1, 86_400)
     assert "t:log" not in str(queue.connection.hgetall(f"rq:job:{job.id}"))
     assert manifest.state == "dispatched"
 
@@ -102,7 +110,7 @@ def test_the_users_own_rq_worker(
         wait_until(lambda: not live.open_buckets() and settled(live), timeout=100)
     assert Counter(line[1] for line in written(out)) == dict.fromkeys(keys, 1)
     assert [only(live, key).state for key in keys] == ["confirmed"] * 5
-    assert queue.connection.keys("rq:job:*") == []  # a job that ended well leaves nothing
+    wait_until(lambda: queue.connection.keys("rq:job:*") == [])  # a job that ended well leaves nothing
 
 
 @pytest.fixture
@@ -264,6 +272,132 @@ Worker(Settings(), roles=["closer"], rq_workers=1).run()
         assert process_lives(pid)
         worker.process.kill()
         wait_until(lambda: not process_lives(pid), timeout=20)
+
+
+def test_options_of_a_flow(
+    live: Accumulator, server: EmbeddedServer, namespace: str, queue: rq.Queue, tmp_path: Path
+) -> None:
+    """A queue of its own, on RQ's own server; how long its result is kept; waiting there counts as no attempt."""
+    live.load_policy("log", {"inactivity": "1h"})
+    with EmbeddedServer(tmp_path / "rq") as other, redis.Redis.from_url(other.url, protocol=2) as control:
+        slow = rq.Queue("slow", connection=control)
+        sink = RqSink.model_validate({"queue": "slow", "result_ttl": "1h"})
+        with (
+            own(server.url, namespace) as one,
+            running(Closer(one), Dispatcher(one, other.url, options=lambda _: sink)),
+        ):
+            flush(live, "log", tmp_path / "out")
+            wait_until(lambda: slow.count == 1)
+            let_pass(live)
+            wait_until(lambda: slow.count == 2)
+            waiting = only(live, "t:log:0")
+            assert (waiting.state, waiting.attempt, waiting.failures) == ("dispatched", 1, 0)
+            with rq_worker(server, namespace, tmp_path / "log", "slow", other.url):
+                wait_until(lambda: settled(live) and slow.count == 0, timeout=100)
+            [job] = control.scan_iter("rq:job:*")
+            assert 3000 < control.ttl(job) <= 3600
+        assert queue.count == 0
+    assert only(live, "t:log:0").state == "confirmed"
+
+
+def test_a_job_connects_once(
+    live: Accumulator, server: EmbeddedServer, with_rq: Callable[[], Worker], tmp_path: Path
+) -> None:
+    """RQ's connection serves the attempt too, where it is one to our server."""
+    live.load_policy("log", {"inactivity": "1h"})
+    with_rq()
+    client: Any = live.store.client
+
+    def connections(jobs: int) -> int:
+        before: int = client.info("stats")["total_connections_received"]
+        flush(live, "log", tmp_path / "out", jobs)
+        wait_until(lambda: settled(live), timeout=60)
+        after: int = client.info("stats")["total_connections_received"]
+        return after - before
+
+    connections(5)
+    assert 20 <= connections(25) < 25  # five of these buckets have had their event
+
+
+def test_an_interrupted_call_leaves_no_answer_behind(live: Accumulator) -> None:
+    client: Any = live.store.client
+
+    def ask() -> None:
+        connection = client.connection_pool.get_connection()
+        try:
+            connection.send_command("BLPOP", "nothing", "0.5")
+            threading.Event().wait(60)
+        finally:
+            client.connection_pool.release(connection)
+
+    with pytest.raises(Timeout), rq_sink._alarm(live, 0.2):
+        ask()
+    assert client.echo("mine") == b"mine"
+
+
+def test_queues_of_rq(virtual: Accumulator, clock: VirtualClock) -> None:
+    sign = sign_of_life("w1", ROLES, ["default"])
+
+    def told(**queues: RqQueue) -> None:
+        virtual.store.perform(virtual.operations.tell_queues(queues))
+
+    virtual.load_policy("q", {"inactivity": "1h"})
+    virtual.store.perform(virtual.operations.beat(sign))
+    away = "no dispatcher reaches RQ's server: nothing gets to the sink rq"
+    assert virtual.health().problems == (away,)
+    told(a=RqQueue(1, 5, UNSETTLED), b=RqQueue(2))
+    health = virtual.health()
+    assert (health.problems, health.rq) == ((), {"a": RqQueue(1, 5, UNSETTLED), "b": RqQueue(2)})
+    assert health_report(health)[5:7] == ["queue a: 5 jobs, 1 RQ worker", "queue b: 0 jobs, 2 RQ workers"]
+    told(a=RqQueue(1, 5, UNSETTLED + 1), b=RqQueue(0), c=RqQueue(0, 1, 2_000))
+    assert virtual.health().problems == (
+        "RQ workers of the queue a are alive, but behind: 5 jobs in it, the oldest for 10m",
+        "no RQ worker is alive for the queue b: it is empty",
+        "no RQ worker is alive for the queue c: 1 job in it, the oldest for 2s",
+    )
+    clock.advance(ALIVE + 1)
+    virtual.store.perform(virtual.operations.beat(sign))
+    assert virtual.health().problems == (away,)
+    virtual.load_policy("q", {"inactivity": "1h", "sink": "direct"})  # now nobody needs RQ
+    assert virtual.health().ok
+
+
+def test_health_tells_of_queues_and_their_workers(
+    live: Accumulator, server: EmbeddedServer, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rq_sink, "BEAT", 0.1)
+    live.load_policy("log", {"inactivity": "1h"})
+    live.load_policy("fail", {"inactivity": "1h"})
+    options = {"log": RqSink(), "fail": RqSink(queue="other")}
+    behind = "RQ workers of the queue accumulator are alive, but behind"
+
+    def problems() -> list[str]:
+        return [text for text in live.health().problems if "RQ" in text]
+
+    def until(*texts: str) -> None:
+        wait_until(lambda: [text.partition(":")[0] for text in problems()] == list(texts), timeout=30)
+
+    with EmbeddedServer(tmp_path / "rq") as other, own(server.url, namespace) as one:
+        dispatcher = Dispatcher(one, other.url, options=options.__getitem__)
+        with running(Pulse(one, ["dispatcher"]), dispatcher):
+            until("no RQ worker is alive for the queue accumulator", "no RQ worker is alive for the queue other")
+            flush(live, "log", tmp_path / "out", 3)
+            wait_until(lambda: "3 jobs in it" in problems()[0])
+            shown = CliRunner().invoke(
+                app, ["health"], env={"ACCUMULATOR_REDIS_URL": server.url, "ACCUMULATOR_NAMESPACE": namespace}
+            )
+            assert shown.exit_code == 1
+            assert "no RQ worker is alive for the queue accumulator: 3 jobs in it" in shown.output
+            with rq_worker(server, namespace, tmp_path / "log", "other", other.url):
+                until("no RQ worker is alive for the queue accumulator")
+                with redis.Redis.from_url(other.url, protocol=2) as control, rq_client(other.url) as client:
+                    idle: Any = rq.Worker([QUEUE], connection=client)
+                    idle.register_birth()
+                    until()
+                    [first] = control.lrange(f"rq:queue:{QUEUE}", 0, 0)
+                    control.hset(f"rq:job:{first.decode()}", "enqueued_at", "2026-01-01T00:00:00.000000Z")
+                    until(behind)
+            until(behind, "no RQ worker is alive for the queue other")
 
 
 def test_a_client_that_decodes_is_no_matter(server: EmbeddedServer) -> None:

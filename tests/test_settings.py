@@ -352,7 +352,7 @@ def test_sinks_of_a_file(tmp_path: Path) -> None:
 def test_defaults_of_sinks() -> None:
     config = Config()
     assert (config.sinks, config.queues, config.max_in_flight) == ({}, ("accumulator",), {})
-    assert (RqSink().result_ttl, RqSink().failure_ttl) == (0, 86_400_000)
+    assert (RqSink().result_ttl, RqSink().failure_ttl) == (1000, 86_400_000)
     assert Config(max_in_flight=5).max_in_flight == {"default": 5}
     assert Config(max_in_flight=None, sinks=None, rq=None).rq.url is None
     served = Config(sinks={"default": {"queue": "rest"}})
