@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import count, takewhile
 from typing import Any, Final, NamedTuple
 
 from accumulator.errors import InternalError
@@ -125,6 +126,12 @@ class Emission:
 Fields = Mapping[bytes, bytes]
 
 
+def bucket_of(text: Mapping[str, str]) -> str:
+    """The bucket of a ladder's hash, in which a long key stands in parts."""
+    more = takewhile(text.__contains__, (f"bucket{part}" for part in count(2)))
+    return "".join(text[name] for name in ("bucket", *more))
+
+
 def read_run(ladder_id: str, fields: Fields, args: bytes | None, states: Mapping[str, str] | None = None) -> LadderRun:
     """A ladder of the hash ``ladder:<id>`` and its long arguments, if any; `states` by emission id."""
     try:
@@ -145,7 +152,7 @@ def read_run(ladder_id: str, fields: Fields, args: bytes | None, states: Mapping
         return LadderRun(
             ladder_id=ladder_id,
             ladder=text["name"],
-            bucket_key=text["bucket"],
+            bucket_key=bucket_of(text),
             start_id=text.get("start"),
             version=int(text["definition"]),
             anchor_at=int(text["anchor"]),

@@ -14,7 +14,7 @@ from typing import Any, Final
 import orjson
 
 from accumulator import keys
-from accumulator.emission import is_emission
+from accumulator.emission import bucket_of, is_emission
 from accumulator.errors import AccumulatorError
 from accumulator.store import Call, Operation, Reply, answer, as_pairs, as_stream
 
@@ -399,13 +399,14 @@ def _judge_ladders(
     if set(sinks.values()) - {"rq", "direct"}:
         listed = yield [Call(("ZRANGE", keys.ladders(prefix, "running"), 0, _SAMPLE - 1)) for prefix in prefixes]
         runs = [(prefix, one.decode()) for prefix, reply in zip(prefixes, listed, strict=True) for one in answer(reply)]
-        facts = yield [Call(("HMGET", keys.ladder(prefix, one), "name", "bucket")) for prefix, one in runs]
+        facts = yield [Call(("HGETALL", keys.ladder(prefix, one))) for prefix, one in runs]
         needing: set[str] = set()
-        for name, bucket in (answer(reply) for reply in facts):
-            if name is not None:
-                flow = bucket.decode().split(":", 2)[1]
+        for reply in facts:
+            run = {name.decode(): value.decode() for name, value in as_pairs(reply)}
+            if run:
+                flow = bucket_of(run).split(":", 2)[1]
                 needs = sinks.get(flow, sinks.get("default")) in ("rq", "direct")
-                (needing if needs else spared).add(name.decode())
+                (needing if needs else spared).add(run["name"])
         spared -= needing
     without -= spared
     return [f"no worker that is alive has a step handler for ladder {_some(without)}"] if without else []

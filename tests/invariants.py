@@ -620,7 +620,9 @@ class Partition:
             own = f"start:{name}:{fields['start']}" if "start" in fields else f"only:{name}"
             if "start" not in fields and wanted == ["y:"]:
                 own = f"ended:{ladder_id}"
-            index = self.hashes.get(f"ladders:{fields['bucket']}", {})
+            parts = sorted((name for name in fields if name.startswith("bucket")), key=lambda name: (len(name), name))
+            key = "".join(fields[name] for name in parts)
+            index = self.hashes.get(f"ladders:{key}", {})
             if index.get(own) not in (ladder_id, name):
                 yield f"{where}: is {state}, and its bucket's index says {index}"
             if ("args" in fields) == (f"ladderargs:{ladder_id}" in self.texts):

@@ -557,6 +557,19 @@ def test_looking_back_reads_no_window_that_opened_later(ready: Accumulator, cloc
     assert ran <= 1  # the open one, up to when the kind came to be watched
 
 
+def test_a_long_bucket_key_is_whole_again(ready: Accumulator, clock: VirtualClock, make_client: MakeClient) -> None:
+    for tail in ("x" * 500, "é" * 250, "x" * 55, "x" * 56, "x" * 54 + "é", "日本語" * 50):
+        key = f"t:fatura:{tail}"
+        started = ready.start_ladder("cobranca", key, in_days(clock, 4))
+        run = ready.ladder(started.ladder_id)
+        assert run is not None
+        assert run.bucket_key == key
+        assert ready.pause_ladder((key, "cobranca")).outcome == "done"
+        ready.push(event("P", key, clock, kind="pago"))
+        assert ready.ladder((key, "cobranca")).state == "cancelled"  # type: ignore[union-attr]
+    check_invariants(make_client(), ready.operations.namespace)
+
+
 async def test_the_asynchronous_client_does_the_same(redis_url: str, namespace: str) -> None:
     async with AsyncAccumulator(redis_url, namespace=namespace, partitions=2, protocol=2) as acc:
         await acc.load_policy("fatura", {"inactivity": "10s"})
@@ -1013,7 +1026,8 @@ def test_a_thousand_due_at_once_are_a_few_short_scripts(ready: Accumulator, cloc
 
 
 @pytest.mark.parametrize("args", [{"amount": 1250.5}, {"amount": 1250.5, "name": "Maria " * 12, "link": "x" * 40}])
-def test_a_running_ladder_is_small(ready: Accumulator, clock: VirtualClock, args: dict[str, Any]) -> None:
+@pytest.mark.parametrize("tail", ["1234-5678", "550e8400-e29b-41d4-a716-446655440000:parcela-3-de-12:2026"])
+def test_a_running_ladder_is_small(ready: Accumulator, clock: VirtualClock, args: dict[str, Any], tail: str) -> None:
     client, ops = ready.store.client, ready.operations
 
     def used() -> int:
@@ -1023,7 +1037,7 @@ def test_a_running_ladder_is_small(ready: Accumulator, clock: VirtualClock, args
     ready.start_ladder("cobranca", "t:fatura:0000-0000-0000", in_days(clock, 9), args)
     before = used()
     for number in range(200):
-        ready.start_ladder("cobranca", f"t:fatura:{number:04}-1234-5678", in_days(clock, 9), args)
+        ready.start_ladder("cobranca", f"t:fatura:{number:04}-{tail}", in_days(clock, 9), args)
     assert (used() - before) / 200 <= 1200
 
 

@@ -1,5 +1,5 @@
 -- part ladder: reminder ladders. Fields of the hash ladder:<ladder_id>, each short, so that it stays small:
---   name, bucket, start (the start_id, where one was given), definition (version), anchor, args (JSON; in
+--   name, bucket (its first 64 bytes; bucket2 ... the rest of a long one), start (the start_id, where one was given), definition (version), anchor, args (JSON; in
 --   ladderargs:<ladder_id> where long), past ('send'|'skip'), escalates ('1' where its end has a step), began;
 --   state (running, paused, cancelled, exhausted, escalated), next (number of the step to come, from 1), ends (instant
 --   after the final wait), wait (ms of that), emitted (how many emissions), turn (the emission whose turn it is), off ('1': the awaited
@@ -23,7 +23,11 @@ local function load_ladder(id)
   for i = 1, #flat, 2 do
     f[flat[i]] = flat[i + 1]
   end
-  local l = { id = id, key = prefix .. 'ladder:' .. id, fields = f, bucket = f.bucket, state = f.state, turn = f.turn }
+  local bucket, part = f.bucket, 2
+  while f['bucket' .. part] do
+    bucket, part = bucket .. f['bucket' .. part], part + 1
+  end
+  local l = { id = id, key = prefix .. 'ladder:' .. id, fields = f, bucket = bucket, state = f.state, turn = f.turn }
   l.next, l.ends, l.wait, l.emitted, l.notes =
     tonumber(f.next), tonumber(f.ends), tonumber(f.wait), tonumber(f.emitted), tonumber(f.notes)
   l.rules = policy_of(flow_of(l.bucket))

@@ -142,11 +142,21 @@ l = {
   fields = { name = name, start = start_id ~= '' and start_id or nil, past = ARGV[11], escalates = ARGV[13] },
 }
 local fields = {
-  'name', name, 'bucket', key, 'definition', version, 'anchor', ARGV[8], 'past', ARGV[11], 'escalates', ARGV[13],
+  'name', name, 'definition', version, 'anchor', ARGV[8], 'past', ARGV[11], 'escalates', ARGV[13],
   'began', now,
 }
 local function field(of, value)
   fields[#fields + 1], fields[#fields + 2] = of, value
+end
+local from, parts = 1, 0
+while from <= #key do
+  local upto = math.min(from + 63, #key)
+  while string.find(key, '^[\128-\191]', upto + 1) do
+    upto = upto - 1 -- between two characters
+  end
+  parts = parts + 1
+  field('bucket' .. (parts > 1 and parts or ''), string.sub(key, from, upto))
+  from = upto + 1
 end
 if start_id ~= '' then
   field('start', start_id)
