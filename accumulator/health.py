@@ -176,14 +176,8 @@ def sign_of_life(
 
 def beat(namespace: str, now: int, sign: str) -> Operation[None]:
     """Gives it, at `now` (ms), and forgets those that gave none for an hour."""
-    name = keys.workers(namespace)
-    replies = yield [
-        Call(("ZADD", name, now, sign)),
-        Call(("ZADD", name, "GT", now, _CLOCK)),
-        Call(("ZREMRANGEBYSCORE", name, "-inf", now - FORGOTTEN)),
-    ]
-    for reply in replies:
-        answer(reply)
+    replies = yield [Call.run("beat", keys.workers(namespace), sign, now, now - FORGOTTEN)]
+    answer(replies[0])
 
 
 def end(namespace: str, sign: str) -> Operation[None]:

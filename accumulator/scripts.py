@@ -16,6 +16,7 @@ from importlib.resources import files
 NAMES = (
     "accept",
     "aside",
+    "beat",
     "begin",
     "decide",
     "effect",

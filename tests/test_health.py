@@ -20,7 +20,7 @@ from accumulator.cli import app
 from accumulator.client import Accumulator
 from accumulator.context import Context
 from accumulator.embedded import EmbeddedServer
-from accumulator.errors import HandlerMissing, ServerUnavailable
+from accumulator.errors import HandlerMissing, ServerRefused, ServerUnavailable
 from accumulator.handlers import PermanentError, RetryLater, Stages, handler, step_handler
 from accumulator.health import ALIVE, FORGOTTEN, PATIENCE, UNSETTLED, Health, Queue, health_report, sign_of_life
 from accumulator.janitor import Janitor
@@ -112,6 +112,22 @@ def test_it_is_forgotten_after_an_hour(virtual: Accumulator, clock: VirtualClock
     assert [worker.worker_id for worker in virtual.health().workers] == ["new"]
     client: Any = virtual.store.client
     assert client.zcard(keys.workers(virtual.operations.namespace)) == 2  # the clock's highest instant beside it
+
+
+def test_workers_show_that_they_live_on_a_server_that_is_full(
+    start_server: StartServer, server_kind: str, namespace: str
+) -> None:
+    server = start_server(config={"maxmemory-policy": "noeviction"})
+    with redis.Redis.from_url(server.url) as control, Accumulator(server.url, namespace=namespace) as target:
+        policy(target)
+        control.config_set("maxmemory", "1mb")
+        with pytest.raises(ServerRefused, match="OOM"):
+            target.push(event("e1"))
+        alive(target)
+        health = target.health()
+        assert [(worker.worker_id, worker.alive) for worker in health.workers] == [("w1", True)]
+        assert not any("worker" in problem for problem in health.problems)
+        control.config_set("maxmemory", "0")
 
 
 LADDER = {"steps": [{"name": "s", "offset": "1d"}]}

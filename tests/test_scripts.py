@@ -22,6 +22,7 @@ from accumulator import keys, scripts
 from accumulator.client import Accumulator
 from accumulator.decisions import ReconcileItem
 from accumulator.envelope import Event
+from accumulator.health import beat
 from accumulator.ladders import Ladder
 from accumulator.manifest import read_manifest, replay
 from accumulator.operations import Operations
@@ -34,8 +35,8 @@ from tests.invariants import SINGLE, WINDOW_ID, check_invariants, contents
 from tests.model import simulate
 from tests.test_histories import Worked
 
-LADDERS = {"start_ladder", "move_ladder", "watch"}
-"""What no history of windows calls; see test_ladders.py."""
+ELSEWHERE = {"start_ladder", "move_ladder", "watch", "beat"}
+"""What no history of windows calls; see test_ladders.py and test_health.py."""
 LUA = sorted(path.name.removesuffix(".lua") for path in files("accumulator").joinpath("lua").iterdir())
 PARTS = [name for name in LUA if not scripts.read(name).startswith("#!")]
 
@@ -131,7 +132,7 @@ def test_header_and_body_agree(name: str) -> None:
 
 def test_only_what_drains_may_write_over_maxmemory() -> None:
     eager = {name for name in scripts.NAMES if "allow-oom" in scripts.read(name).split("\n")[0]}
-    assert {"tick", "take", "begin", "settle", "flush", "decide", "resolve"} <= eager
+    assert {"tick", "take", "begin", "settle", "flush", "decide", "resolve", "beat"} <= eager
     assert not eager & {"accept", "aside", "hold", "retract"}
 
 
@@ -168,6 +169,7 @@ def test_callers_give_what_the_header_says(name: str) -> None:
     made: dict[str, Callable[[], Any]] = {
         "accept": lambda: operations.push(one),
         "aside": lambda: operations.set_aside(w, "t", one, "why"),
+        "beat": lambda: beat("t", 1, "{}"),
         "begin": lambda: operations.begin(w, 1, "t", 1, 1),
         "decide": lambda: operations.decide(w, "confirm", "ana", "why"),
         "effect": lambda: operations.effect(w, "t", "mail", "begin", "n"),
@@ -238,7 +240,7 @@ def test_a_script_touches_its_declared_and_derived_keys_only(make_client: MakeCl
         assert found <= Contract.of(name).derived | {"timers"}, name
     derived = {key for key in Contract.of("accept").derived if not key.startswith(("ladder", "noticed"))}
     assert touched["accept"] >= derived - {"ids.<n>:<k>", "stray:<w>", "watched", "inflight", "attention"}
-    assert set(touched) == set(scripts.NAMES) - {"load_policy", "number_policy"} - LADDERS
+    assert set(touched) == set(scripts.NAMES) - {"load_policy", "number_policy"} - ELSEWHERE
 
 
 def pattern_of(name: str) -> str:
@@ -763,7 +765,7 @@ def test_b069_the_fake_and_a_server_reply_the_same(make_client: MakeClient, prot
             assert one == other, f"seed {seed}"
             called.add(one[0])
         assert held == fake_held
-    assert called == set(scripts.NAMES) - LADDERS
+    assert called == set(scripts.NAMES) - ELSEWHERE
 
 
 # --- the script cache -------------------------------------------------------------------------------------------------
