@@ -427,25 +427,11 @@ def _read_group(
             receipts[i] = Receipt(Outcome.ACCEPTED, events[i].event_id, key, window_id, version, position)
         return
     for i, text in zip(indices, reply[1:], strict=True):
-        letter, window_id, version, position, late, reason, code, *closed = text.decode().split(" ")
-        if letter not in _OUTCOMES:
-            raise InternalError(f"accept answers with an unknown outcome {letter!r}")
-        receipts[i] = Receipt(
-            _OUTCOMES[letter],
-            events[i].event_id,
-            key,
-            None if window_id == "-" else window_id,
-            int(version) or None,
-            int(position) or None,
-            late == "1",
-            None if reason == "-" else reason,
-            None if code == "-" else code,
-            letter == "k",
-            _closed(text.encode() for text in closed),
-        )
+        receipts[i] = read_receipt(events[i], key, text)
 
 
 def read_receipt(event: Event, bucket_key: str, text: bytes) -> Receipt:
+    """The receipt of an event, of what accept.lua answers to it."""
     letter, window_id, version, position, late, reason, code, *closed = text.decode().split(" ")
     if letter not in _OUTCOMES:
         raise InternalError(f"accept answers with an unknown outcome {letter!r}")
