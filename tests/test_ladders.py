@@ -716,6 +716,37 @@ def test_escalation_has_its_handler(ready: Accumulator, clock: VirtualClock, wor
     assert [run.state for run in ready.ladders("escalated")] == ["escalated"]
 
 
+@pytest.mark.parametrize("ending", ["failed", "returned", "lease"])
+def test_a_step_that_fails_after_the_payment_is_not_tried_again(
+    ready: Accumulator, clock: VirtualClock, work: Hands, ending: str
+) -> None:
+    """And what is to be done for the payment does not wait for its back-off."""
+    told: list[str] = []
+    accumulator.handlers.handler("fatura")(lambda ctx: None)
+    on_cancelled("cobranca")(lambda ctx: told.append(str(ctx.by_event)))
+    ready.start_ladder("cobranca", KEY, in_days(clock, 4))
+    clock.advance("1d")
+    [(emission_id, attempt)] = work.take()
+    do, operations, token = ready.store.perform, ready.operations, "t" * 16
+    do(operations.begin_emission(emission_id, attempt, token, 60_000, 5))
+    ready.push(event("P", KEY, clock, kind="pago"))
+    work.all()
+    assert told == []
+    if ending == "lease":
+        clock.advance("61s")
+    else:
+        assert do(operations.settle(emission_id, token, ending, "x", 600_000)) == "done"
+    emission = do(operations.emission(emission_id))
+    assert emission is not None
+    assert [step[1] for step in emission.timeline][-2:] == ["retrying", "discarded"]
+    work.all()
+    assert told == ["P"]
+    clock.advance("1h")
+    work.all()
+    assert told == ["P"]
+    assert do(operations.emission(emission_id)) == emission
+
+
 def test_a_step_that_has_not_begun_is_not_executed(ready: Accumulator, clock: VirtualClock, work: Hands) -> None:
     step_handler("cobranca")(lambda ctx: pytest.fail("it was sent"))
     for key in (KEY, "t:fatura:2"):

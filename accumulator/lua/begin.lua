@@ -22,9 +22,8 @@ for at = 3, #ARGV, 5 do
   if entries < LONG and bytes < HEAVY then
     local m = load_manifest(ARGV[at])
     local granted = false
-    if m.ladder and m.state == 'dispatched' and m.event ~= 'cancelled'
-      and call('HEXISTS', prefix .. 'ladder:' .. m.ladder, 'off') == 1 then
-      leave(m, 'discarded', 'cancelled') -- what everybody waited for has come
+    if m.state == 'dispatched' and called_off(m) then
+      leave(m, 'discarded', 'cancelled')
     elseif m.state == 'dispatched' and m.attempt == tonumber(ARGV[at + 1]) and not m.leader then
       granted = true
       m.most = tonumber(ARGV[at + 3])

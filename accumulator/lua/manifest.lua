@@ -236,15 +236,28 @@ local function leave(m, state, cause, ...)
   end
 end
 
+-- Whether what everybody waited for has come, so that this step is to be done no more.
+local function called_off(m)
+  return m.ladder and m.event ~= 'cancelled' and call('HEXISTS', prefix .. 'ladder:' .. m.ladder, 'off') == 1
+end
+
+local function retry(m, cause, delay, ...)
+  move(m, 'retrying', cause, 'token', '', ...)
+  if called_off(m) then
+    leave(m, 'discarded', 'cancelled')
+    return
+  end
+  wake = math.min(wake or math.huge, now + math.max(delay, 1))
+  put('ZADD', KEYS[1], now + math.max(delay, 1), 'm:' .. m.id)
+end
+
 -- An attempt failed, or died.
 local function fail(m, cause, delay, ...)
   m.failures = m.failures + 1
   if m.most > 0 and m.failures >= m.most then
     leave(m, 'dead', cause, 'token', '', ...)
   else
-    move(m, 'retrying', cause, 'token', '', ...)
-    wake = math.min(wake or math.huge, now + math.max(delay, 1))
-    put('ZADD', KEYS[1], now + math.max(delay, 1), 'm:' .. m.id)
+    retry(m, cause, delay, ...)
   end
 end
 

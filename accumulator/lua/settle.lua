@@ -55,9 +55,7 @@ local function settle(m, token, to, cause, delay, text, checkpoint, first, last)
   if to == 'failed' then
     fail(m, cause, delay, unpack(extra))
   elseif to == 'returned' then
-    move(m, 'retrying', cause, 'token', '', unpack(extra))
-    wake = math.min(wake or math.huge, now + math.max(delay, 1))
-    put('ZADD', KEYS[1], now + math.max(delay, 1), 'm:' .. m.id)
+    retry(m, cause, delay, unpack(extra))
   elseif to == 'awaiting_approval' then
     move(m, to, cause, 'token', '', unpack(extra))
     put('HDEL', m.name, 'approved')
