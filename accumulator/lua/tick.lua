@@ -16,6 +16,9 @@ local suspected = call('EXISTS', prefix .. 'orphans') == 1
 
 -- A record that is not to be seen may be on its way to another node: it is looked for again a minute later.
 local function orphan(member)
+  if not call('ZSCORE', KEYS[1], member) then
+    return -- it went with another one that was due
+  end
   orphans = orphans + 1
   count('orphans')
   local since = call('HGET', prefix .. 'orphans', member)
