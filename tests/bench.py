@@ -461,7 +461,7 @@ def through_rq(bench: Bench, other: Callable[[str, str], None]) -> Figure:
             process.start()
         while not all(bench.client.exists(f"rq:workers:{name}") for name in programs):
             pause.wait(0.05)
-        found = compare(chunk, 6, each, "a job", "by RQ alone")
+        found = compare(chunk, 9, each, "a job", "by RQ alone")
     finally:
         for process in processes:
             process.terminate()
