@@ -27,7 +27,7 @@ from accumulator.errors import (
 )
 from accumulator.health import Health, beat, end, read_health, read_setup
 from accumulator.ladder_operations import LadderOperations
-from accumulator.manifest import RELATIONS, Contents, Manifest, StoredEvent, read_manifest, replay
+from accumulator.manifest import RELATIONS, TOGETHER, Contents, Manifest, StoredEvent, read_manifest, replay
 from accumulator.policy import Policy, shown
 from accumulator.scripts import script
 from accumulator.store import Call, Operation, Reply, answer, as_pairs, as_stream
@@ -1189,18 +1189,21 @@ class Operations(LadderOperations):
         return int(version), value
 
     def can_give_way(self, manifest: Manifest) -> Operation[bool]:
-        """Whether the bucket has a newer window that is open or waits to be handed over, and no effect has begun."""
+        """Whether the bucket has a newer window that is open or waits to be handed over, and has room for this one;
+        and no effect has begun."""
         yield from self.connect()
         prefix, key = self.prefix_of(manifest.bucket_key), manifest.bucket_key
         newer = ("ZRANGE", keys.manifests(prefix, key), f"({manifest.window_version}", "+inf", "BYSCORE")
         replies = yield [
             Call(("EXISTS", keys.effects(prefix, manifest.window_id))),
-            Call(("HEXISTS", keys.bucket(prefix, key), "open")),
+            Call(("HMGET", keys.bucket(prefix, key), "open", "joins")),
             Call(newer),
         ]
-        begun, opened, window_ids = (answer(reply) for reply in replies)
-        if begun or opened or not window_ids:
-            return not begun and bool(opened)
+        begun, (opened, joins), window_ids = (answer(reply) for reply in replies)
+        if begun or len((joins or b"").split()) + len(manifest.joined) + 1 >= TOGETHER:
+            return False
+        if opened or not window_ids:
+            return opened is not None
         replies = yield [Call(("HGET", keys.manifest(prefix, w.decode()), "state")) for w in window_ids]
         return any(answer(reply) == b"closed" for reply in replies)
 

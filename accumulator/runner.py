@@ -33,7 +33,7 @@ from accumulator.logs import get_logger, place
 from accumulator.manifest import Manifest
 from accumulator.operations import Ask, Grant, Settlement
 from accumulator.role import SLICE, Role
-from accumulator.store import answer
+from accumulator.store import answer, together
 from accumulator.turns import InFlight, Turns
 
 T = TypeVar("T")
@@ -172,10 +172,10 @@ class Attempt:
             return (manifest,)
         store, operations = self.accumulator.store, self.accumulator.operations
 
-        def read(window_id: str) -> Manifest | None:
-            return _keep_trying(lambda: store.perform(operations.manifest(window_id)), PATIENCE)
+        def read() -> list[Manifest | None]:
+            return [answer(found) for found in store.perform(together(map(operations.manifest, manifest.joined)))]
 
-        others = [read(other) for other in manifest.joined]
+        others = _keep_trying(read, PATIENCE)
         return (*sorted((m for m in others if m is not None), key=lambda m: m.window_version), manifest)
 
     def _handle(self, handler: Handler) -> Ending:
@@ -220,8 +220,9 @@ class Attempt:
 
     def settlement(self, ending: Ending) -> Settlement:
         """What to tell the server. Raises ServerError."""
-        for other in self._group[:-1]:
-            self.accumulator.store.perform(self.accumulator.operations.record(other))
+        store, operations = self.accumulator.store, self.accumulator.operations
+        for told in store.perform(together(map(operations.record, self._group[:-1]))):
+            answer(told)
         return Settlement(
             self.window_id,
             self.token,

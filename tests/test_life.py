@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import redis
 
 import accumulator.handlers
 from accumulator import runner
@@ -21,10 +22,10 @@ from accumulator.handlers import (
     find_handler,
     handler,
 )
-from accumulator.manifest import SETTLED
+from accumulator.manifest import SETTLED, TOGETHER
 from accumulator.operations import Ask, Grant, Settlement
 from accumulator.runner import Attempt, begin, run_attempt, settle
-from tests.conftest import MakeClient, event
+from tests.conftest import MakeClient, StartServer, event
 from tests.life import DAY, KEY, LEASE, OTHER, TOKEN, WATCH, Life
 
 SECRET = "sk-4242-4242-secret"
@@ -1060,6 +1061,82 @@ def test_what_goes_to_another_sink_is_not_joined_and_keeps_its_place(life: Life)
     life.begin(second)
     life.settle(second, "confirmed")
     assert life.taken() == [third]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_so_many_are_handed_over_together_and_the_rest_in_the_next_one(life: Life, ordered: bool) -> None:
+    seen: list[list[int]] = []
+
+    @handler("f")
+    def handle(ctx: Context) -> None:
+        seen.append([m.window_version for m in ctx.manifests])
+        ctx.superseded()
+
+    life.policy(handover="together", ordered=ordered, max_events=1)
+    life.acc.push_many([event(f"e{n}", KEY, life.clock) for n in range(TOGETHER * 2 + 1)])
+    life.work()
+    # Those that were full gave way to nobody, though others waited.
+    versions = list(range(1, TOGETHER * 2 + 2))
+    assert seen == [versions[:TOGETHER], versions[TOGETHER:-1], versions[-1:]]
+    assert life.states() == ["confirmed"] * len(versions)
+
+
+# B012
+@pytest.mark.parametrize("ordered", [True, False])
+def test_ten_thousand_that_wait_together_hold_no_call_up(
+    start_server: StartServer, server_kind: str, namespace: str, ordered: bool
+) -> None:
+    server = start_server(config={"slowlog-log-slower-than": "1000", "slowlog-max-len": "20000"})
+    with redis.Redis.from_url(server.url) as client:
+        life = Life(client, namespace)
+        life.policy(handover="together", ordered=ordered, max_events=1)
+        for start in range(0, 10_000, 1000):
+            life.acc.push_many([event(f"e{start + n}", KEY, life.clock) for n in range(1000)])
+        client.slowlog_reset()
+        handed_over = 0
+        while taken := life.take():
+            for window_id, attempt, _ in taken:
+                manifest = life.begin(window_id, attempt).manifest
+                assert manifest is not None
+                if attempt == 1:  # given back once
+                    assert life.settle(window_id, "returned", delay=1) == "done"
+                    life.tick(1)
+                else:
+                    assert life.settle(window_id, "confirmed") == "done"
+                    handed_over += len(manifest.joined) + 1
+        calls = sorted(entry["duration"] / 1000 for entry in client.slowlog_get(20000))
+        print(f"10,000 that wait together: worst call {calls[-1]:.1f} ms")
+        assert handed_over == 10_000
+        # A machine with more processes than cores may interrupt a call or two.
+        assert [took for took in calls[:-2] if took >= 50] == []
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_no_more_give_way_than_the_next_hand_over_takes(life: Life, ordered: bool) -> None:
+    life.policy(handover="together", ordered=ordered, max_events=1)
+    life.acc.push_many([event(f"e{n}", KEY, life.clock) for n in range(TOGETHER - 2)])
+    [first] = life.take()
+    life.begin(first.window_id)
+    life.push("next")
+    assert life.do(life.ops.can_give_way(life.manifest(first.window_id)))
+    assert life.settle(first.window_id, "superseded") == "done"
+    life.check()
+    [second] = life.take()
+    life.begin(second.window_id, second.attempt)
+    life.push("one more")
+    assert len(life.manifest(second.window_id).joined) == TOGETHER - 2
+    assert life.do(life.ops.can_give_way(life.manifest(second.window_id)))
+    assert life.settle(second.window_id, "superseded") == "done"
+    life.check()
+    [third] = life.take()
+    life.begin(third.window_id, third.attempt)
+    life.push("too many")
+    assert len(life.manifest(third.window_id).joined) == TOGETHER - 1
+    assert not life.do(life.ops.can_give_way(life.manifest(third.window_id)))
+    assert life.settle(third.window_id, "superseded") == "no_newer_window"
+    assert life.settle(third.window_id, "confirmed") == "done"
+    assert life.states() == [*["superseded"] * (TOGETHER - 1), "confirmed", "closed"]
+    life.check()
 
 
 # --- giving way -------------------------------------------------------------------------------------------------------
