@@ -985,8 +985,7 @@ class Operations(LadderOperations):
         reserved: Sequence[str] = (),
     ) -> Operation[tuple[list[Taken], dict[str, int]]]:
         """The same of these tenants only, of each of which up to its limit may be in flight in this partition; and how
-        many each has left there. A negative limit: only such as are in flight already, and were lost. What `token`
-        had `reserved` is let go."""
+        many each has left there. What `token` had `reserved` is let go."""
         yield from self.connect()
         prefix = self.prefixes[partition]
         pairs = [part for pair in limits.items() for part in pair]

@@ -24,7 +24,7 @@ from accumulator.handlers import (
 )
 from accumulator.manifest import SETTLED, TOGETHER
 from accumulator.operations import Ask, Grant, Settlement
-from accumulator.runner import Attempt, begin, run_attempt, settle
+from accumulator.runner import Attempt, _Slot, begin, run_attempt, settle
 from tests.conftest import MakeClient, StartServer, event
 from tests.life import DAY, KEY, LEASE, OTHER, TOKEN, WATCH, Life
 
@@ -1502,3 +1502,94 @@ def test_a_manifest_that_cannot_be_read_holds_up_no_other(life: Life) -> None:
     life.client.hset(name, "reason", held)
     assert [life.manifest(w).state for w in windows] == ["confirmed", "retrying", "confirmed"]
     assert "InternalError" in str(life.manifest(windows[1]).timeline[-1])
+
+
+def test_one_of_many_that_the_server_stumbles_over_is_no_fault_of_the_others(life: Life) -> None:
+    life.policy()
+    life.policy("g")
+    handler("f")(print)
+    handler("g")(print)
+    windows = [life.close("e1", key=f"t:{flow}:1") for flow in "fg"] + [life.close("e1", key="t:f:2")]
+    attempts = [Attempt(life.acc, *taken) for taken in life.take(3)]
+    granted, _ = begin(attempts)
+    assert len(granted) == 3
+    ended = [(attempt, attempt.handle()) for attempt in granted]
+    rules = f"{life.ops.prefixes[0]}policy:g"
+    held = life.client.hgetall(rules)
+    life.client.delete(rules)
+    assert [attempt.window_id for attempt in settle(ended)] == [w for w in windows if w != windows[1]]
+    assert life.states("t:f:1") == life.states("t:f:2") == ["confirmed"]
+    life.client.hset(rules, mapping=held)
+    assert life.states("t:g:1") == ["processing"]
+
+
+def test_one_of_many_that_cannot_begin_is_no_fault_of_the_others(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+    life.policy()
+    handler("f", max_attempts=1)(print)
+    windows = [life.close("e1", key=f"t:f:{n}") for n in range(3)]
+    attempts = [Attempt(life.acc, *taken) for taken in life.take(3)]
+    name = f"{life.ops.prefixes[0]}events:{windows[1]}"
+    held = life.client.dump(name)
+    life.client.delete(name)
+    life.client.set(name, "no log")
+    granted, later = begin(attempts)
+    assert ([attempt.window_id for attempt in granted], later) == ([windows[0], windows[2]], [])
+    settle([(attempt, attempt.handle()) for attempt in granted])
+    life.client.delete(name)
+    life.client.restore(name, 0, held)
+    assert [life.manifest(w).state for w in (windows[0], windows[2])] == ["confirmed"] * 2
+    assert life.manifest(windows[1]).state == "dead"
+
+
+def test_an_attempt_that_is_given_up_before_it_is_handled_is_not(life: Life) -> None:
+    handled: list[str] = []
+    handler("f")(lambda ctx: handled.append(ctx.bucket_key))
+    life.policy()
+    window_id = life.close("e1")
+    [attempt], _ = begin([Attempt(life.acc, *taken) for taken in life.take()])
+    assert attempt.give_up("Stopped") == "returned"
+    assert settle([(attempt, attempt.handle())]) == {}
+    assert attempt.give_up("Timeout") is None
+    assert handled == []
+    assert life.story(window_id)[-1][1:] == ("retrying", 1, "Stopped")
+
+
+def test_a_thread_that_was_replaced_begins_nothing_more(life: Life) -> None:
+    """Neither what waits behind the one it was at, nor what a ladder would have it begin later."""
+    slot = _Slot(1)
+    handled: list[str] = []
+
+    @handler("f")
+    def handle(ctx: Context) -> None:
+        handled.append(ctx.bucket_key)
+        at = slot.attempt
+        assert at is not None
+        assert slot.replace(Attempt(life.acc, *taken[0])) is None  # it was at another one, and goes on
+        if len(handled) == 2:
+            assert slot.replace(at) is at
+
+    life.policy()
+    for n in range(4):
+        life.close("e1", key=f"t:f:{n}")
+    taken = life.take(4)
+    slot.run([Attempt(life.acc, *one) for one in taken])
+    assert handled == [one.bucket_key for one in taken[:2]]
+    assert [life.states(one.bucket_key) for one in taken] == [["confirmed"]] * 2 + [["retrying"]] * 2
+    assert [life.story(one.window_id)[-1][3] for one in taken[2:]] == ["Waited"] * 2
+    assert slot.attempt is None
+
+
+class Unprintable(BaseException):
+    def __str__(self) -> str:
+        raise SystemExit
+
+
+def test_an_error_that_ends_what_reads_it(life: Life) -> None:
+    @handler("f", max_attempts=1)
+    def handle(_: Context) -> None:
+        raise Unprintable
+
+    life.policy()
+    window_id = life.close("e1")
+    assert life.work() == [(window_id, "failed")]
+    assert life.manifest(window_id).error == "Unprintable: (its message can't be read)"
