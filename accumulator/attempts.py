@@ -10,7 +10,7 @@ from accumulator import keys
 from accumulator.envelope import Event, packed_again
 from accumulator.errors import AccumulatorError
 from accumulator.health import RqQueue, beat, end, sinks_of, tell_queues
-from accumulator.manifest import Manifest, read_manifest, replay
+from accumulator.manifest import TOGETHER, Manifest, read_manifest, replay
 from accumulator.namespace import PAGE, Namespace
 from accumulator.scripts import script
 from accumulator.store import Call, Operation, Reply, answer, as_pairs, as_stream
@@ -173,8 +173,7 @@ class Attempts(Namespace):
         reserved: Sequence[str] = (),
     ) -> Operation[tuple[list[Taken], dict[str, int]]]:
         """The same of these tenants only, of each of which up to its limit may be in flight in this partition; and how
-        many each has left there. A negative limit: only such as are in flight already, and were lost. What `token`
-        had `reserved` is let go."""
+        many each has left there. What `token` had `reserved` is let go."""
         yield from self.connect()
         prefix = self.prefixes[partition]
         pairs = [part for pair in limits.items() for part in pair]
@@ -377,18 +376,21 @@ class Attempts(Namespace):
         return int(version), value
 
     def can_give_way(self, manifest: Manifest) -> Operation[bool]:
-        """Whether the bucket has a newer window that is open or waits to be handed over, and no effect has begun."""
+        """Whether the bucket has a newer window that is open or waits to be handed over, and has room for this one;
+        and no effect has begun."""
         yield from self.connect()
         prefix, key = self.prefix_of(manifest.bucket_key), manifest.bucket_key
         newer = ("ZRANGE", keys.manifests(prefix, key), f"({manifest.window_version}", "+inf", "BYSCORE")
         replies = yield [
             Call(("EXISTS", keys.effects(prefix, manifest.window_id))),
-            Call(("HEXISTS", keys.bucket(prefix, key), "open")),
+            Call(("HMGET", keys.bucket(prefix, key), "open", "joins")),
             Call(newer),
         ]
-        begun, opened, window_ids = (answer(reply) for reply in replies)
-        if begun or opened or not window_ids:
-            return not begun and bool(opened)
+        begun, (opened, joins), window_ids = (answer(reply) for reply in replies)
+        if begun or len((joins or b"").split()) + len(manifest.joined) + 1 >= TOGETHER:
+            return False
+        if opened or not window_ids:
+            return opened is not None
         replies = yield [Call(("HGET", keys.manifest(prefix, w.decode()), "state")) for w in window_ids]
         return any(answer(reply) == b"closed" for reply in replies)
 

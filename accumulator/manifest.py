@@ -23,6 +23,8 @@ RELATIONS = {"f": "first", "c": "continuation", "p": "policy_change", "a": "afte
 Timeline = tuple[tuple[int, str, int, str], ...]
 FIRST_STEPS = 20
 """So many transitions of a manifest stay at the beginning of its timeline, however many there are."""
+TOGETHER = 200
+"""Manifests that one hand-over holds at the most (`handover: together`, and those that gave way)."""
 
 SETTLED = frozenset({"confirmed", "refused", "discarded", "superseded", "empty"})
 """States in which a manifest needs nobody any more."""

@@ -318,7 +318,7 @@ class Policy(BaseModel):
         "14d", "how long ids, digests, refs, reasons and versions stay after the manifest settled"
     )
     handover: Literal["each", "together"] = _option(
-        "each", "`together`: all waiting manifests of a bucket are handed over in one call"
+        "each", "`together`: all waiting manifests of a bucket, up to 200, go in one call, the rest in the next"
     )
     requery_kinds: KindList = _option(
         None, "a manifest with such an event may only go to a handler that loads the official state"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from logging import DEBUG
+from math import inf
 from statistics import median
 from time import monotonic
 from typing import Final, TypeVar
@@ -33,7 +34,7 @@ from accumulator.handlers import (
 from accumulator.logs import get_logger, place
 from accumulator.manifest import Manifest
 from accumulator.role import SLICE, Role
-from accumulator.store import answer
+from accumulator.store import answer, together
 from accumulator.turns import InFlight, Turns
 
 T = TypeVar("T")
@@ -90,8 +91,8 @@ class Attempt:
         self.bucket_key = bucket_key
         self.of_ladder = is_emission(window_id)
         self.token = ""
-        self.deadline: float | None = None
-        """When its handler is past its timeout, by the monotonic clock; None while none runs."""
+        self.deadline: float | None = inf
+        """When its handler is past its timeout, by the monotonic clock; None once it has ended."""
         self._limit = limit
         self._find = find
         self._find_step = find_step
@@ -154,13 +155,19 @@ class Attempt:
         return True
 
     def handle(self) -> Ending:
-        """Runs the handler to its end, whichever that is."""
-        if self._handler is not None:
-            return self._handle(self._handler)
-        if not self._missing:
-            return Ending("confirmed", "no_handler")  # nobody wants to know
-        self.log.error("handler_missing")
-        return Ending("returned", "HandlerMissing", self._pause())
+        """Runs the handler to its end, whichever that is; not where the attempt was given up before it began."""
+        try:
+            with self._lock:
+                if self._ended:
+                    return Ending("lost", "given_up")
+            if self._handler is not None:
+                return self._handle(self._handler)
+            if not self._missing:
+                return Ending("confirmed", "no_handler")  # nobody wants to know
+            self.log.error("handler_missing")
+            return Ending("returned", "HandlerMissing", self._pause())
+        finally:
+            self.deadline = None
 
     def _pause(self) -> int:
         """ms until somebody else may be there who can handle it."""
@@ -172,10 +179,10 @@ class Attempt:
             return (manifest,)
         store, operations = self.accumulator.store, self.accumulator.operations
 
-        def read(window_id: str) -> Manifest | None:
-            return _keep_trying(lambda: store.perform(operations.manifest(window_id)), PATIENCE)
+        def read() -> list[Manifest | None]:
+            return [answer(found) for found in store.perform(together(map(operations.manifest, manifest.joined)))]
 
-        others = [read(other) for other in manifest.joined]
+        others = _keep_trying(read, PATIENCE)
         return (*sorted((m for m in others if m is not None), key=lambda m: m.window_version), manifest)
 
     def _handle(self, handler: Handler) -> Ending:
@@ -196,8 +203,6 @@ class Attempt:
             return Ending("confirmed", "handled", checkpoint=ctx.left)
         except BaseException as error:  # whatever a handler raises is an attempt that ended
             return _ending(error, handler, ctx)
-        finally:
-            self.deadline = None
 
     def _context(self, handler: Handler, seconds: float) -> Context | StepContext:
         if self._emission is not None:
@@ -205,8 +210,8 @@ class Attempt:
         return Context(self.accumulator, handler, self._group, self.token, seconds)
 
     def give_up(self, cause: str) -> str | None:
-        """Ends the attempt from another thread while its handler still runs: what that does from now on changes
-        nothing. None where it ended by itself meanwhile."""
+        """Ends the attempt from another thread while its handler still runs, or before it does: what that does from now
+        on changes nothing. None where it ended by itself meanwhile."""
         if self.deadline is None or not self.claim():
             return None
         ending = self._failed(cause) if cause != "Stopped" else Ending("returned", cause, 1_000)
@@ -220,8 +225,9 @@ class Attempt:
 
     def settlement(self, ending: Ending) -> Settlement:
         """What to tell the server. Raises ServerError."""
-        for other in self._group[:-1]:
-            self.accumulator.store.perform(self.accumulator.operations.record(other))
+        store, operations = self.accumulator.store, self.accumulator.operations
+        for told in store.perform(together(map(operations.record, self._group[:-1]))):
+            answer(told)
         return Settlement(
             self.window_id,
             self.token,
@@ -290,29 +296,33 @@ def begin(attempts: Sequence[Attempt]) -> tuple[list[Attempt], list[Attempt]]:
         now, later = [a for a in attempts if not a.of_ladder], [a for a in attempts if a.of_ladder]
     asked = [(attempt, ask) for attempt in now if (ask := attempt.ask(token)) is not None]
 
-    def perform() -> list[Grant | tuple[str, Emission | None] | AccumulatorError | None]:
+    def perform(asks: Sequence[Ask]) -> list[Grant | tuple[str, Emission | None] | AccumulatorError | None]:
         if first.of_ladder:
             return [
                 store.perform(
                     operations.begin_emission(ask.window_id, ask.attempt, token, ask.lease_ms, ask.most, ask.pause)
                 )
-                for _, ask in asked
+                for ask in asks
             ]
-        found = store.perform(operations.begin_all(token, [ask for _, ask in asked]))
+        found = store.perform(operations.begin_all(token, asks))
         for each in found:
             if isinstance(each, ServerError):
                 raise each
+        if len(asks) > 1 and any(isinstance(each, AccumulatorError) for each in found):
+            # What is wrong with one of them is no fault of the others, which the same token is granted again.
+            return [each for ask in asks for each in perform([ask])]
         return [*found]
 
     going, broken = [], []
-    for (attempt, _), found in zip(asked, _keep_trying(perform, PATIENCE), strict=True):
+    answers = _keep_trying(lambda: perform([ask for _, ask in asked]), PATIENCE)
+    for (attempt, _), found in zip(asked, answers, strict=True):
         try:
             if found is None:
                 later.append(attempt)
             elif attempt.granted(*answer(found)):
                 going.append(attempt)
-        except ServerError:
-            raise
+        except ServerError as problem:
+            broken.append((attempt, Ending("returned", cause_of(problem), 1_000)))
         except AccumulatorError as problem:
             broken.append((attempt, Ending("failed", cause_of(problem), 60_000, text=str(problem))))
     settle(broken)
@@ -349,11 +359,17 @@ def _settle(ended: Sequence[tuple[Attempt, Ending]]) -> dict[Attempt, str]:
 
 def _tell(ended: Sequence[tuple[Attempt, Ending]]) -> Sequence[str | AccumulatorError]:
     accumulator = ended[0][0].accumulator
+    told: list[str | AccumulatorError]
     try:
         settlements = [attempt.settlement(ending) for attempt, ending in ended]
-        return accumulator.store.perform(accumulator.operations.settle_all(settlements))
+        told = accumulator.store.perform(accumulator.operations.settle_all(settlements))
     except AccumulatorError as problem:
-        return [problem] * len(ended)
+        told = [problem] * len(ended)
+    if len(ended) > 1:  # what is wrong with one of them is no fault of the others
+        for i, answered in enumerate(told):
+            if isinstance(answered, AccumulatorError) and not isinstance(answered, ServerError):
+                [told[i]] = _tell([ended[i]])
+    return told
 
 
 def _must_load(ctx: Context) -> bool:
@@ -383,7 +399,7 @@ def _message(error: BaseException, ctx: Work) -> str:
     """What the error says, as far as it can be kept: short, valid text that quotes no payload."""
     try:
         text = str(error)[:100_000].encode(errors="replace").decode()
-    except Exception:  # a handler's own class may do anything here
+    except BaseException:  # a handler's own class may do anything here
         return "(its message can't be read)"
     return "(its message quotes the payload)" if ctx.quotes(text) else text[:500]
 
@@ -432,28 +448,40 @@ class _Slot:
         """Begins, runs and settles them, one after the other; how long (s) each handler took. Raises ServerError."""
         took: list[float] = []
         later = list(attempts)
-        while later and not self.replaced:
-            granted, later = begin(later)
-            self._waiting.extend(granted)
-            told = monotonic()
-            while (attempt := self._next()) is not None:
-                self.since = monotonic()
-                self.attempt = attempt
-                ending = attempt.handle()
-                self.attempt = None
-                now = monotonic()
-                took.append(now - self.since)
-                with self._lock:
-                    self._over.append((attempt, ending))
-                if now - told >= LINGER:
-                    self.settle()
-                    told = monotonic()
-            self.settle()
+        try:
+            while later and not self.replaced:
+                granted, later = begin(later)
+                self._waiting.extend(granted)
+                told = monotonic()
+                while (attempt := self._next()) is not None:
+                    ending = attempt.handle()
+                    self.attempt = None
+                    now = monotonic()
+                    took.append(now - self.since)
+                    with self._lock:
+                        self._over.append((attempt, ending))
+                    if now - told >= LINGER:
+                        self.settle()
+                        told = monotonic()
+                self.settle()
+        finally:
+            self.attempt = None
+            self.settle("Waited")  # what it begins no more
         return took
 
     def _next(self) -> Attempt | None:
         with self._lock:
-            return self._waiting.popleft() if self._waiting else None
+            self.since = monotonic()
+            self.attempt = self._waiting.popleft() if self._waiting and not self.replaced else None
+            return self.attempt
+
+    def replace(self, attempt: Attempt | None = None) -> Attempt | None:
+        """Lets the thread begin nothing more, if it is still at that `attempt` where one is given: what it is at."""
+        with self._lock:
+            if attempt is None or self.attempt is attempt:
+                self.replaced = True
+                return self.attempt
+            return None
 
     def settle(self, cause: str | None = None) -> None:
         """Settles what is over; with a `cause`, gives back what waits as well. From any thread."""
@@ -532,9 +560,9 @@ class DirectRunner(Role):
                 slot.thread.join(max(0.0, until - monotonic()))
         givers = []
         for slot in self._slots:
-            slot.replaced = True
+            attempt = slot.replace()
             givers.append(self._spawn(slot, slot.settle, "Stopped"))
-            if (attempt := slot.attempt) is not None:
+            if attempt is not None:
                 givers.append(self._spawn(slot, attempt.give_up, "Stopped"))
         until = monotonic() + 1.0
         for thread in givers:
@@ -559,8 +587,7 @@ class DirectRunner(Role):
             overdue = deadline is not None and deadline <= now
             if slot.holds and not (overdue and self._expendable) and (overdue or now - slot.since >= SLOW):
                 self._spawn(slot, slot.settle, "Waited")
-            if overdue:
-                slot.replaced = True
+            if overdue and slot.replace(attempt):
                 self._slots.remove(slot)
                 self.abandoned += 1
                 if self._expendable:
@@ -597,6 +624,6 @@ class DirectRunner(Role):
                 # By the usual one, since a thread may wait for the others; a slow one says that there are such.
                 quick = took and max(took) < SLOW and HASTE / max(median(took), 1e-6)
                 count = max(1, min(MOST, count * 2, int(quick or 1)))
-            except Exception as problem:  # a thread that ended would be missing for ever
+            except BaseException as problem:  # a thread that ended would be missing for ever
                 count = 1
                 self.stopping.wait(self.trouble.met(problem))

@@ -66,8 +66,10 @@ class InFlight:
         limited = [tenant for tenant in tenants if self.limit(tenant) is not None]
         if not limited:
             return perform(operations.take_of(partition, sink, limits, count, watch_ms))
-        token = secrets.token_hex(8)
+        token, asked = secrets.token_hex(8), monotonic()
         counts = perform(operations.reserve(limited, token, self.HOLD))
+        if monotonic() - asked > self.HOLD / 2000:
+            counts = {}  # it took so long that it may be somebody else's turn by now
         for tenant in limited:
             counted = counts.get(tenant)
             if counted is None:
@@ -87,13 +89,8 @@ class InFlight:
     def pause(self) -> float:
         """s until something of a tenant may be taken again."""
         now = monotonic()
-        self._full = {tenant: until for tenant, until in self._full.items() if until > now}
-        return min([until - now for until in self._full.values()], default=self.FULL)
-
-    def take_lost(self, partition: int, sink: str, tenant: str, count: int, watch_ms: int) -> list[Taken]:
-        """Takes only such as are in flight already, and whose watch said that they were lost. Raises ServerError."""
-        operations = self._accumulator.operations
-        return self._accumulator.store.perform(operations.take_of(partition, sink, {tenant: -1}, count, watch_ms))[0]
+        self._full = {tenant: until for tenant, until in self._full.copy().items() if until > now}  # others write to it
+        return min([until - now for until in self._full.copy().values()], default=self.FULL)
 
     def ended(self, bucket_key: str) -> None:
         """One that was taken here is not in flight any more."""
@@ -113,8 +110,6 @@ class Turns:
     """s in which tenants at their limit may have room again."""
     GATHER: Final = 0.005
     """s in which news are gathered, so that not each costs a call."""
-    LOST: Final = 256
-    """Lists of tenants at their limit that are looked into at each look: for those in flight that were lost."""
 
     def __init__(self, accumulator: Accumulator, sink: str, in_flight: InFlight | None = None) -> None:
         self._accumulator = accumulator
@@ -135,7 +130,6 @@ class Turns:
         self._there: dict[int, set[str]] = {}  # the same by partition
         self._reading = threading.Lock()
         self._reads: dict[int, int] = {}  # partition → how many times it was read
-        self._lost: list[tuple[str, int]] = []
 
     # --- news ---
 
@@ -173,9 +167,6 @@ class Turns:
         self._subscription.check(SILENCE)
         self._heard = set()
         self._read(range(self._operations.partitions))
-        with self._news:
-            full = [(tenant, p) for tenant, ps in self._waiting.items() if self._in_flight.full(tenant) for p in ps]
-            self._lost = random.sample(full, min(len(full), self.LOST))
 
     def _read(self, partitions: Iterable[int]) -> None:
         """Learns which tenants have something ready there."""
@@ -218,12 +209,6 @@ class Turns:
         waits up to `patience` seconds for that to change, and is empty. Raises ServerError."""
         with self._news:
             mark = self._marks
-            lost = self._lost.pop() if self._lost else None
-        if lost is not None:
-            tenant, partition = lost
-            found = self._in_flight.take_lost(partition, self._sink, tenant, count, watch_ms)
-            if found:
-                return found
         choice = self._choose(count)
         if choice is None:
             if patience:

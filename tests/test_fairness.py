@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -361,6 +363,55 @@ def test_one_takes_of_a_tenant_with_a_limit_at_a_time(virtual: Accumulator, cloc
     _, left = limited.take(0, "direct", ["a", "b"], 10, WATCH)
     assert set(left) == {"a", "b"}
     assert not any(virtual.store.client.keys("*:taking"))
+
+
+def test_a_dead_taker_holds_nobody_up_where_the_clock_is_set_back(virtual: Accumulator, clock: VirtualClock) -> None:
+    do, operations = virtual.store.perform, virtual.operations
+    later = virtual.operations._clock
+    assert set(do(operations.reserve(["a"], "1" * 16, 1000))) == {"a"}
+    assert set(do(operations.reserve(["a"], "2" * 16, 1000))) == set()
+    virtual.operations._clock = lambda: clock.now - 3_600_000
+    assert set(do(operations.reserve(["a"], "2" * 16, 1000))) == {"a"}
+    virtual.operations._clock = later
+    do(operations.take_of(0, "direct", {"a": 0}, 1, WATCH, "2" * 16, ["a"]))
+
+
+def test_who_was_held_up_takes_nothing(
+    virtual: Accumulator, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it counted is not true any more."""
+    policy(virtual, "direct")
+    close(virtual, "a", 8, at=clock)
+    partition = virtual.operations.prefixes.index(virtual.operations.prefix_of("a:f:0"))
+    with monkeypatch.context() as patch:
+        seconds = itertools.count(step=1.5)
+        patch.setattr("accumulator.turns.monotonic", lambda: next(seconds))
+        assert InFlight(virtual, {"a": 4}).take(partition, "direct", ["a"], 1, WATCH) == ([], {})
+    clock.advance(InFlight.HOLD)
+    assert len(InFlight(virtual, {"a": 4}).take(partition, "direct", ["a"], 1, WATCH)[0]) == 1
+    assert not any(virtual.store.client.keys("*:taking"))
+
+
+def test_threads_that_take_and_wait_side_by_side(virtual: Accumulator) -> None:
+    """One thread looks how long to wait while others find tenants at their limit."""
+    limited = InFlight(virtual, {"default": 1})
+    going, failed = threading.Event(), []
+
+    def wait() -> None:
+        while not going.is_set():
+            try:
+                limited.pause()
+            except RuntimeError as problem:
+                failed.append(problem)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    for n in range(20_000):
+        limited._full[f"t{n % 3000}"] = inf
+        limited.ended(f"t{n * 7 % 3000}:f:1")
+    going.set()
+    thread.join()
+    assert failed == []
 
 
 def test_no_limit_costs_no_call(virtual: Accumulator, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import redis
 
 import accumulator.handlers
 from accumulator import runner
@@ -22,9 +23,9 @@ from accumulator.handlers import (
     find_handler,
     handler,
 )
-from accumulator.manifest import SETTLED
-from accumulator.runner import Attempt, begin, run_attempt, settle
-from tests.conftest import MakeClient, event
+from accumulator.manifest import SETTLED, TOGETHER
+from accumulator.runner import Attempt, _Slot, begin, run_attempt, settle
+from tests.conftest import MakeClient, StartServer, event
 from tests.life import DAY, KEY, LEASE, OTHER, TOKEN, WATCH, Life
 
 SECRET = "sk-4242-4242-secret"
@@ -1062,6 +1063,82 @@ def test_what_goes_to_another_sink_is_not_joined_and_keeps_its_place(life: Life)
     assert life.taken() == [third]
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+def test_so_many_are_handed_over_together_and_the_rest_in_the_next_one(life: Life, ordered: bool) -> None:
+    seen: list[list[int]] = []
+
+    @handler("f")
+    def handle(ctx: Context) -> None:
+        seen.append([m.window_version for m in ctx.manifests])
+        ctx.superseded()
+
+    life.policy(handover="together", ordered=ordered, max_events=1)
+    life.acc.push_many([event(f"e{n}", KEY, life.clock) for n in range(TOGETHER * 2 + 1)])
+    life.work()
+    # Those that were full gave way to nobody, though others waited.
+    versions = list(range(1, TOGETHER * 2 + 2))
+    assert seen == [versions[:TOGETHER], versions[TOGETHER:-1], versions[-1:]]
+    assert life.states() == ["confirmed"] * len(versions)
+
+
+# B012
+@pytest.mark.parametrize("ordered", [True, False])
+def test_ten_thousand_that_wait_together_hold_no_call_up(
+    start_server: StartServer, server_kind: str, namespace: str, ordered: bool
+) -> None:
+    server = start_server(config={"slowlog-log-slower-than": "1000", "slowlog-max-len": "20000"})
+    with redis.Redis.from_url(server.url) as client:
+        life = Life(client, namespace)
+        life.policy(handover="together", ordered=ordered, max_events=1)
+        for start in range(0, 10_000, 1000):
+            life.acc.push_many([event(f"e{start + n}", KEY, life.clock) for n in range(1000)])
+        client.slowlog_reset()
+        handed_over = 0
+        while taken := life.take():
+            for window_id, attempt, _ in taken:
+                manifest = life.begin(window_id, attempt).manifest
+                assert manifest is not None
+                if attempt == 1:  # given back once
+                    assert life.settle(window_id, "returned", delay=1) == "done"
+                    life.tick(1)
+                else:
+                    assert life.settle(window_id, "confirmed") == "done"
+                    handed_over += len(manifest.joined) + 1
+        calls = sorted(entry["duration"] / 1000 for entry in client.slowlog_get(20000))
+        print(f"10,000 that wait together: worst call {calls[-1]:.1f} ms")
+        assert handed_over == 10_000
+        # A machine with more processes than cores may interrupt a call or two.
+        assert [took for took in calls[:-2] if took >= 50] == []
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_no_more_give_way_than_the_next_hand_over_takes(life: Life, ordered: bool) -> None:
+    life.policy(handover="together", ordered=ordered, max_events=1)
+    life.acc.push_many([event(f"e{n}", KEY, life.clock) for n in range(TOGETHER - 2)])
+    [first] = life.take()
+    life.begin(first.window_id)
+    life.push("next")
+    assert life.do(life.ops.can_give_way(life.manifest(first.window_id)))
+    assert life.settle(first.window_id, "superseded") == "done"
+    life.check()
+    [second] = life.take()
+    life.begin(second.window_id, second.attempt)
+    life.push("one more")
+    assert len(life.manifest(second.window_id).joined) == TOGETHER - 2
+    assert life.do(life.ops.can_give_way(life.manifest(second.window_id)))
+    assert life.settle(second.window_id, "superseded") == "done"
+    life.check()
+    [third] = life.take()
+    life.begin(third.window_id, third.attempt)
+    life.push("too many")
+    assert len(life.manifest(third.window_id).joined) == TOGETHER - 1
+    assert not life.do(life.ops.can_give_way(life.manifest(third.window_id)))
+    assert life.settle(third.window_id, "superseded") == "no_newer_window"
+    assert life.settle(third.window_id, "confirmed") == "done"
+    assert life.states() == [*["superseded"] * (TOGETHER - 1), "confirmed", "closed"]
+    life.check()
+
+
 # --- giving way -------------------------------------------------------------------------------------------------------
 
 
@@ -1425,3 +1502,94 @@ def test_a_manifest_that_cannot_be_read_holds_up_no_other(life: Life) -> None:
     life.client.hset(name, "reason", held)
     assert [life.manifest(w).state for w in windows] == ["confirmed", "retrying", "confirmed"]
     assert "InternalError" in str(life.manifest(windows[1]).timeline[-1])
+
+
+def test_one_of_many_that_the_server_stumbles_over_is_no_fault_of_the_others(life: Life) -> None:
+    life.policy()
+    life.policy("g")
+    handler("f")(print)
+    handler("g")(print)
+    windows = [life.close("e1", key=f"t:{flow}:1") for flow in "fg"] + [life.close("e1", key="t:f:2")]
+    attempts = [Attempt(life.acc, *taken) for taken in life.take(3)]
+    granted, _ = begin(attempts)
+    assert len(granted) == 3
+    ended = [(attempt, attempt.handle()) for attempt in granted]
+    rules = f"{life.ops.prefixes[0]}policy:g"
+    held = life.client.hgetall(rules)
+    life.client.delete(rules)
+    assert [attempt.window_id for attempt in settle(ended)] == [w for w in windows if w != windows[1]]
+    assert life.states("t:f:1") == life.states("t:f:2") == ["confirmed"]
+    life.client.hset(rules, mapping=held)
+    assert life.states("t:g:1") == ["processing"]
+
+
+def test_one_of_many_that_cannot_begin_is_no_fault_of_the_others(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+    life.policy()
+    handler("f", max_attempts=1)(print)
+    windows = [life.close("e1", key=f"t:f:{n}") for n in range(3)]
+    attempts = [Attempt(life.acc, *taken) for taken in life.take(3)]
+    name = f"{life.ops.prefixes[0]}events:{windows[1]}"
+    held = life.client.dump(name)
+    life.client.delete(name)
+    life.client.set(name, "no log")
+    granted, later = begin(attempts)
+    assert ([attempt.window_id for attempt in granted], later) == ([windows[0], windows[2]], [])
+    settle([(attempt, attempt.handle()) for attempt in granted])
+    life.client.delete(name)
+    life.client.restore(name, 0, held)
+    assert [life.manifest(w).state for w in (windows[0], windows[2])] == ["confirmed"] * 2
+    assert life.manifest(windows[1]).state == "dead"
+
+
+def test_an_attempt_that_is_given_up_before_it_is_handled_is_not(life: Life) -> None:
+    handled: list[str] = []
+    handler("f")(lambda ctx: handled.append(ctx.bucket_key))
+    life.policy()
+    window_id = life.close("e1")
+    [attempt], _ = begin([Attempt(life.acc, *taken) for taken in life.take()])
+    assert attempt.give_up("Stopped") == "returned"
+    assert settle([(attempt, attempt.handle())]) == {}
+    assert attempt.give_up("Timeout") is None
+    assert handled == []
+    assert life.story(window_id)[-1][1:] == ("retrying", 1, "Stopped")
+
+
+def test_a_thread_that_was_replaced_begins_nothing_more(life: Life) -> None:
+    """Neither what waits behind the one it was at, nor what a ladder would have it begin later."""
+    slot = _Slot(1)
+    handled: list[str] = []
+
+    @handler("f")
+    def handle(ctx: Context) -> None:
+        handled.append(ctx.bucket_key)
+        at = slot.attempt
+        assert at is not None
+        assert slot.replace(Attempt(life.acc, *taken[0])) is None  # it was at another one, and goes on
+        if len(handled) == 2:
+            assert slot.replace(at) is at
+
+    life.policy()
+    for n in range(4):
+        life.close("e1", key=f"t:f:{n}")
+    taken = life.take(4)
+    slot.run([Attempt(life.acc, *one) for one in taken])
+    assert handled == [one.bucket_key for one in taken[:2]]
+    assert [life.states(one.bucket_key) for one in taken] == [["confirmed"]] * 2 + [["retrying"]] * 2
+    assert [life.story(one.window_id)[-1][3] for one in taken[2:]] == ["Waited"] * 2
+    assert slot.attempt is None
+
+
+class Unprintable(BaseException):
+    def __str__(self) -> str:
+        raise SystemExit
+
+
+def test_an_error_that_ends_what_reads_it(life: Life) -> None:
+    @handler("f", max_attempts=1)
+    def handle(_: Context) -> None:
+        raise Unprintable
+
+    life.policy()
+    window_id = life.close("e1")
+    assert life.work() == [(window_id, "failed")]
+    assert life.manifest(window_id).error == "Unprintable: (its message can't be read)"

@@ -123,6 +123,9 @@ local function later(m, visit)
   return false
 end
 
+-- How many are handed over together at the most, those that gave way included: each costs the server a while.
+local TOGETHER = 200
+
 -- Whether there is somebody to give way to: a newer window that is open, or waits to be handed over.
 local function newer_waits(m)
   local open = match(call('HGET', prefix .. 'bucket:' .. m.bucket, 'open') or '', '^%w+ (%d+)')
@@ -135,16 +138,21 @@ local function listed_in(list, id)
   return string.find(' ' .. (list or '') .. ' ', ' ' .. id .. ' ', 1, true) ~= nil
 end
 
--- A list of window ids in order of version, with m's in it.
+-- A list of window ids in order of version, with m's in it, which most often is the newest.
 local function with_id(list, m)
+  local last = match(list or '', '(%w+)$')
+  if not last then
+    return m.id
+  elseif load_manifest(last).version < m.version then
+    return list .. ' ' .. m.id
+  end
   local ids = {}
-  for id in string.gmatch(list or '', '%w+') do
+  for id in string.gmatch(list, '%w+') do
     if m and load_manifest(id).version > m.version then
       ids[#ids + 1], m = m.id, nil
     end
     ids[#ids + 1] = id
   end
-  ids[#ids + 1] = m and m.id
   return table.concat(ids, ' ')
 end
 

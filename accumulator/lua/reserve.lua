@@ -14,7 +14,8 @@
 
 local taking, tenant, token, ms = prefix .. 'taking', ARGV[2], ARGV[3], tonumber(ARGV[4])
 local by, till = match(call('HGET', taking, tenant) or '', '^(%w+) (%d+)$')
-if by and by ~= token and now < tonumber(till) then
+-- One that ends later than a new one would was made before the clock was set back.
+if by and by ~= token and now < tonumber(till) and (ms == 0 or tonumber(till) <= now + ms) then
   return 0
 elseif ms > 0 then
   call('HSET', taking, tenant, token .. ' ' .. format('%d', now + ms))

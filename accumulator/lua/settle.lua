@@ -17,7 +17,7 @@
 --            of confirmed, a checkpoint for the bucket's next window; ''
 --            how many of the arguments that follow are the record of the window, as write_record says; 0: none is given
 -- reply   -> for each {'done'|'refused'|'effects_begun'|'no_newer_window', state or ''}: no_newer_window where none is
---            open or waits, that it could join; the same token again is done again
+--            open or waits, that it could join, or as many as may be handed over together join it; the same token again is done again
 -- cost    -> O(entries recorded + attempts * log timers)
 
 local function give_way(m, extra)
@@ -26,15 +26,26 @@ local function give_way(m, extra)
   elseif not newer_waits(m) then
     return 'no_newer_window'
   end
-  local bucket = prefix .. 'bucket:' .. m.bucket
-  local joins = with_id(call('HGET', bucket, 'joins'), m)
+  local bucket, ways = prefix .. 'bucket:' .. m.bucket, { m }
+  local joins = call('HGET', bucket, 'joins') or ''
+  for id in string.gmatch(joins .. ' ' .. (m.joined or ''), '%w+') do
+    ways[#ways + 1] = load_manifest(id)
+  end
+  if #ways >= TOGETHER then
+    return 'no_newer_window' -- the next hand-over has no room for them
+  end
+  table.sort(ways, function(one, other)
+    return one.version < other.version
+  end)
+  for i, other in ipairs(ways) do
+    ways[i] = other.id
+  end
   put('HSET', m.name, 'gave_way', 1)
   for id in string.gmatch(m.joined or '', '%w+') do
-    joins = with_id(joins, load_manifest(id))
     put('HSET', prefix .. 'manifest:' .. id, 'gave_way', 1)
     put('HDEL', prefix .. 'manifest:' .. id, 'leader')
   end
-  put('HSET', bucket, 'joins', joins)
+  put('HSET', bucket, 'joins', table.concat(ways, ' '))
   move(m, 'closed', 'gave_way', 'token', '', unpack(extra))
   put('HDEL', m.name, 'joined')
   put('ZREM', KEYS[1], 'm:' .. m.id)

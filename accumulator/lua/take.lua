@@ -23,7 +23,7 @@ end
 local default = tonumber(ARGV[5])
 
 -- A manifest's hand-over takes others along: those that gave way, and (handover: together) all that wait behind it, up to
--- one that goes elsewhere. They are handed over under the last of them.
+-- one that goes elsewhere, or as many as there may be. They are handed over under the last of them.
 local unlisted = {}
 local function gather(m)
   local bucket, group = prefix .. 'bucket:' .. m.bucket, { m }
@@ -40,7 +40,7 @@ local function gather(m)
     later(m, function(other)
       if other.state ~= 'closed' or listed_in(joins, other.id) then
         return false
-      elseif other.rules.sink ~= sink or other.rules.handover ~= 't' then
+      elseif #group == TOGETHER or other.rules.sink ~= sink or other.rules.handover ~= 't' then
         return true
       end
       group[#group + 1] = other
