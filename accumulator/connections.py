@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from time import monotonic
 from typing import Any, Final, TypeVar
 
 import redis
@@ -122,34 +124,54 @@ class _NoPrimary(faults.ConnectionError):
 
 
 class _Sentinels:
-    """Where the primary is, by the first of the Sentinels that knows; they are asked for each connection that is made.
-    redis-py's connections take this for their pool."""
+    """Where the primary is, by the first of the Sentinels that knows. redis-py's connections take this for their pool.
+
+    They are asked for each connection that is made, and once a second while connections are used: a primary that was
+    put out of office goes on taking what will be lost, until somebody tells it.
+    """
 
     is_master = True
     check_connection = False
+
+    FRESH: Final = 1.0
+    """s for which an answer is taken for true."""
+    SILENT: Final = 10.0
+    """s after which they are asked again where none of them knew."""
+    TIMEOUT: Final = 2.0
 
     def __init__(self, address: Address, options: Mapping[str, Any], setting: str) -> None:
         self.service_name = address.service
         self.primary: tuple[str, int] | None = None
         self._hosts = list(address.hosts)
-        self._options: dict[str, Any] = {"socket_timeout": 5.0, "socket_connect_timeout": 5.0}
-        self._options |= {name: value for name, value in options.items() if name.startswith(("socket_", "ssl_"))}
+        self._ask_at = 0.0
+        self._options = {name: value for name, value in options.items() if name.startswith(("socket_", "ssl_"))}
+        self._options |= {"socket_timeout": self.TIMEOUT, "socket_connect_timeout": self.TIMEOUT}
         self._options |= {"ssl": address.tls, "decode_responses": True}
         self._options |= {"username": address.sentinel_user, "password": address.sentinel_password}
         self._setting = setting
+        self._lock = threading.Lock()
 
     def _found(self, host: tuple[str, int], reply: Sequence[object]) -> tuple[str, int]:
         self._hosts = [host, *(other for other in self._hosts if other != host)]  # who knew is asked first
         self.primary = (str(reply[0]), int(str(reply[1])))
+        self._ask_at = monotonic() + self.FRESH
         return self.primary
+
+    def _is_to_ask(self) -> bool:
+        """Whether the last answer is old; to one caller."""
+        now = monotonic()
+        with self._lock:
+            is_old = now >= self._ask_at
+            if is_old:
+                self._ask_at = now + self.SILENT
+        return is_old
 
     def _nobody(self, failures: Sequence[BaseException]) -> _NoPrimary:
         """`failures` are of the Sentinels that gave no answer."""
         if not failures:
             return _NoPrimary(InvalidSettings(self._setting, "names a service that none of its Sentinels watches"))
         problems = [self._problem(failure) for failure in failures]
-        telling = (problem for problem in problems if not isinstance(problem, ServerUnavailable))
-        return _NoPrimary(next(telling, problems[0]))
+        return _NoPrimary(next((one for one in problems if type(one) is not ServerUnavailable), problems[0]))
 
     def _problem(self, failure: BaseException) -> AccumulatorError:
         problem = translate(failure, self._setting)
@@ -177,6 +199,14 @@ class _SyncSentinels(_Sentinels):
                 return self._found(host, reply)
         raise self._nobody(failures)
 
+    def follow(self, connection: _Following) -> None:
+        """Parts a connection from where the primary is no longer."""
+        if self._is_to_ask():
+            with suppress(_NoPrimary):
+                self.get_master_address()
+        if (connection.host, connection.port) != self.primary:
+            connection.disconnect()
+
 
 class _AsyncSentinels(_Sentinels):
     async def get_master_address(self) -> tuple[str, int]:
@@ -193,15 +223,19 @@ class _AsyncSentinels(_Sentinels):
                 return self._found(host, reply)
         raise self._nobody(failures)
 
-
-# A connection that leads elsewhere than the Sentinels said last is made anew when it is next used: what is there may
-# have been cut off from the others, and still take what will be lost.
+    async def follow(self, connection: _AsyncFollowing) -> None:
+        if self._is_to_ask():
+            with suppress(_NoPrimary):
+                await self.get_master_address()
+        if (connection.host, connection.port) != self.primary:
+            await connection.disconnect()
 
 
 class _Following(redis.sentinel.SentinelManagedConnection):
     def connect(self) -> None:
-        if (self.host, self.port) != self.connection_pool.primary:
-            self.disconnect()
+        """Called before each use."""
+        if self._sock:
+            self.connection_pool.follow(self)
         super().connect()
 
 
@@ -211,8 +245,8 @@ class _FollowingTls(_Following, redis.sentinel.SentinelManagedSSLConnection):
 
 class _AsyncFollowing(redis.asyncio.sentinel.SentinelManagedConnection):
     async def connect(self) -> None:
-        if (self.host, self.port) != self.connection_pool.primary:
-            await self.disconnect()
+        if self.is_connected:
+            await self.connection_pool.follow(self)
         await super().connect()
 
 

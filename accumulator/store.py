@@ -166,14 +166,14 @@ class Store:
         try:
             with self.client.pipeline(transaction=False) as pipe:
                 for command in commands:
-                    pipe.execute_command(*command, NEVER_DECODE=True)  # type: ignore[no-untyped-call]
+                    pipe.execute_command(*command, NEVER_DECODE=True)
                 return list(pipe.execute(raise_on_error=False))
         except FAULTS as error:
             return [error] * len(commands)
 
     def _send_one(self, command: tuple[Any, ...]) -> Reply:
         try:
-            reply: Reply = self._client.execute_command(*command, NEVER_DECODE=True)
+            reply: Reply = self._client.execute_command(*command, NEVER_DECODE=True)  # type: ignore[no-untyped-call]
             return reply
         except FAULTS as error:
             return error

@@ -12,7 +12,8 @@ from accumulator.worker import Worker
 
 
 def start(*roles: str) -> int:
-    """Runs a worker with these roles, or all, by what the environment says; the exit code: 0 it was stopped, 2 wrong settings, 3 no server."""
+    """Runs a worker with these roles, or all, by what the environment says; the exit code: 0 it was stopped, 2 wrong
+    settings, 3 no server."""
     try:
         settings = Settings()
         logs.configure(settings.log_level, settings.log_plain_keys)
