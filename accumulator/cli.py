@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Final, cast
-from urllib.parse import parse_qs, unquote, urlsplit
 
 import typer
 from rich.console import Console
@@ -27,7 +26,9 @@ from typer.core import TyperGroup
 
 import accumulator
 from accumulator import cli_ladder, cli_operate, keys, simulate
+from accumulator.address import Address
 from accumulator.client import Accumulator
+from accumulator.connections import find_primary
 from accumulator.errors import (
     AccumulatorError,
     InternalError,
@@ -835,24 +836,29 @@ def redis_cli(
             client.store.perform(client.operations.connect())  # how many partitions there are
             command += ["HGETALL", keys.bucket(client.operations.prefix_of(key), key)]
     say(shlex.join(command))
-    if urlsplit(settings.url).password:
+    if Address.of(settings.url).has_password:
         tell("put the password into the variable REDISCLI_AUTH first: redis-cli reads it from there")
 
 
 def cli_line(settings: Settings) -> list[str]:
-    """The redis-cli command for the server, as arguments, without its password."""
-    parts = urlsplit(settings.url)
-    query = parse_qs(parts.query)
-    if parts.scheme == "unix":
-        command = ["redis-cli", "-s", unquote(parts.path)]
+    """The redis-cli command for the server, as arguments, without its password; behind Sentinels for the primary that
+    they name, and raises where they don't."""
+    address = Address.of(settings.url)
+    command = ["redis-cli"]
+    if address.socket:
+        command += ["-s", address.socket]
     else:
-        command = ["redis-cli", "-h", parts.hostname or "127.0.0.1", "-p", str(parts.port or 6379)]
-    if parts.scheme == "rediss":
+        host, port = address.hosts[0]
+        if address.kind == "sentinel":
+            host, port = find_primary(settings.url, **settings.timeouts)
+        command += ["-h", host, "-p", str(port)]
+    if address.kind == "cluster":
+        command.append("-c")
+    if address.tls:
         command.append("--tls")
-    if parts.username:
-        command += ["--user", unquote(parts.username)]
-    database = query.get("db", ["" if parts.scheme == "unix" else parts.path.strip("/")])[0]
-    return [*command, "-n", database] if database not in ("", "0") else command
+    if address.user:
+        command += ["--user", address.user]
+    return [*command, "-n", address.database] if address.database not in ("", "0") else command
 
 
 # --- programs that stay -----------------------------------------------------------------------------------------------
@@ -893,10 +899,10 @@ def worker(
     """
     # RQ takes as long to import as everything else here.
     from accumulator import logs
-    from accumulator.worker import ROLES, Worker
+    from accumulator.worker import Worker
 
     settings = Settings()
-    roles = [name.strip() for names in role or [",".join(ROLES)] for name in names.split(",")]
+    roles = [name.strip() for names in role for name in names.split(",")] if role else None
     found = find_config(settings, config)
     logs.configure(settings.log_level, settings.log_plain_keys)
     made = Worker(settings, found, roles=roles, threads=threads, processes=processes, rq_workers=with_rq)

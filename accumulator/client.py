@@ -72,8 +72,9 @@ def _which(tenant: str | None, flow: str | None) -> None:
 class Accumulator:
     """Pushes events and reads buckets, over a synchronous connection.
 
-    `server` is a URL (``redis://…``, ``rediss://…``, ``unix://…``), of which a client of our own is made with `options`
-    for redis-py, or an existing ``redis.Redis`` or ``RedisCluster``: any protocol, decoding or not. `namespace` and
+    `server` is a URL, of a server (``redis://…``, ``unix://…``), a Redis Cluster (``redis+cluster://…``) or Sentinels
+    (``redis+sentinel://…``), each with ``rediss`` for TLS: of which a client of our own is made with `options` for
+    redis-py. Or an existing ``redis.Redis`` or ``RedisCluster``: any protocol, decoding or not. `namespace` and
     `partitions` (None: what the namespace has, 64 for a new one) name the key space. `clock` (ms) puts a namespace
     under a virtual clock: for tests only.
 
@@ -101,8 +102,7 @@ class Accumulator:
         """What the settings name, on a `client` of that server where one is given. A partition count that nobody chose
         is the namespace's own."""
         if client is None:
-            options["socket_timeout"] = settings.socket_timeout / 1000
-            options["socket_connect_timeout"] = settings.socket_connect_timeout / 1000
+            options |= settings.timeouts
         return cls(
             settings.url if client is None else client,
             namespace=settings.namespace,

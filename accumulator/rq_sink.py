@@ -28,6 +28,7 @@ from rq.worker import DequeueStrategy
 
 from accumulator.attempts import Taken
 from accumulator.client import Accumulator
+from accumulator.connections import sync_pool, translate
 from accumulator.emission import is_emission
 from accumulator.errors import HandlerMissing
 from accumulator.handlers import Timeout, find_handler, load_handlers, longest_step
@@ -36,7 +37,6 @@ from accumulator.pulse import Pulse
 from accumulator.role import SLICE, Role
 from accumulator.runner import WATCH, run_attempt
 from accumulator.settings import Config, RqSink, Settings, find_config
-from accumulator.store import translate
 from accumulator.turns import InFlight, Turns
 
 QUEUE: Final = "accumulator"
@@ -48,12 +48,12 @@ _USUAL_TIMEOUT: Final = 300_000
 
 
 def rq_client(url: str) -> redis.Redis:
-    """A client as RQ wants it: replies as bytes, whatever the URL says.
+    """A client as RQ wants it: replies as bytes, whatever the URL says. Raises InvalidSettings for a cluster's.
 
     Each job's process connects anew, and redis-py would read its own version from disk first, then tell it, its name,
     the protocol and a wish in a call each: here it connects and nothing else.
     """
-    pool = redis.ConnectionPool.from_url(url, retry=Retry(NoBackoff(), 1))
+    pool = sync_pool(redis.ConnectionPool, url, "rq_url", retry=Retry(NoBackoff(), 1))
     pool.connection_kwargs["decode_responses"] = False
     pool.connection_kwargs.setdefault("protocol", 2)
     if hasattr(pool.make_connection(), "driver_info"):  # a release that can be told to leave it out

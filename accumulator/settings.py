@@ -25,6 +25,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from accumulator.address import Address, address_problem
 from accumulator.errors import InvalidSettings
 from accumulator.keys import MAX_PARTITIONS, check_namespace
 from accumulator.ladders import Ladder
@@ -67,33 +68,16 @@ def _timeout(value: object) -> int:
     return ms
 
 
-def _url_problem(url: str) -> str | None:
-    """Why redis-py would misread `url`, or None. Says nothing of what stands in it."""
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        return f"can't be read as a URL; {_URL_HINT}"
-    if parts.scheme not in ("redis", "rediss", "unix"):
-        return "must begin with redis://, rediss:// or unix://"
-    if parts.fragment or "@" in parts.path + parts.query:
-        return f"can't be read as a URL; {_URL_HINT}"
-    if parts.scheme == "unix":
-        return None if parts.path and not host else "must hold three slashes before the socket: unix:///path"
-    if not host or port == 0:
-        return f"must name a host and, if any, a port; {_URL_HINT}"
-    if parts.path not in ("", "/") and not _DIGITS.fullmatch(parts.path[1:]):
-        return f"may hold nothing but a database number after the host; {_URL_HINT}"
-    return None
-
-
-_URL_HINT: Final = "in a password, / ? # @ : and % are percent-encoded (/ is %2F)"
-
-
 def _redis_url(value: SecretStr) -> SecretStr:
-    problem = _url_problem(value.get_secret_value())
+    problem = address_problem(value.get_secret_value())
     if problem is not None:
         raise broken(problem)
+    return value
+
+
+def _rq_url(value: SecretStr) -> SecretStr:
+    if Address.of(_redis_url(value).get_secret_value()).kind == "cluster":
+        raise broken("is a Redis Cluster's, and RQ can't live there: name a server of its own")
     return value
 
 
@@ -175,9 +159,9 @@ class Settings(BaseSettings):
     )
 
     redis_url: Annotated[SecretStr, AfterValidator(_redis_url)] = Field(
-        SecretStr("redis://127.0.0.1:6379/0"), description="the server, as redis-py writes it"
+        SecretStr("redis://127.0.0.1:6379/0"), description="the server, the cluster or the Sentinels"
     )
-    rq_url: Annotated[SecretStr, AfterValidator(_redis_url)] | None = Field(
+    rq_url: Annotated[SecretStr, AfterValidator(_rq_url)] | None = Field(
         None, description="RQ's server, where it is another one"
     )
     namespace: Annotated[str, AfterValidator(check_namespace)] = Field(
@@ -216,8 +200,15 @@ class Settings(BaseSettings):
     @property
     def shown_url(self) -> str:
         """The server's URL as people may see it: without user, password and query."""
-        parts = urlsplit(self.url)
-        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        return Address.of(self.url).shown
+
+    @property
+    def timeouts(self) -> dict[str, float]:
+        """redis-py's options for them, in s."""
+        return {
+            "socket_timeout": self.socket_timeout / 1000,
+            "socket_connect_timeout": self.socket_connect_timeout / 1000,
+        }
 
     @property
     def rq_server(self) -> str:
@@ -245,7 +236,7 @@ P = TypeVar("P", bound=_Part)
 class RqServer(_Part):
     """Where RQ's queues are: `url` is its own server, never shown; `queue` the one of flows that name none."""
 
-    url: Annotated[SecretStr, AfterValidator(_redis_url)] | None = None
+    url: Annotated[SecretStr, AfterValidator(_rq_url)] | None = None
     queue: Annotated[str, BeforeValidator(_queue)] = "accumulator"
 
 

@@ -1,4 +1,4 @@
-"""The only module that speaks Redis: runs calls, one by one or in a pipeline, on a redis-py client.
+"""Runs calls, one by one or in a pipeline, on a redis-py client.
 
 An operation (see :mod:`accumulator.operations`) yields rounds of calls and is sent their replies. :class:`Store` and
 :class:`AsyncStore` drive the same operations; each knows how to run one round and nothing else. Replies come as bytes,
@@ -19,17 +19,8 @@ import redis
 import redis.asyncio
 from redis import exceptions as faults
 
-from accumulator.errors import (
-    AccumulatorError,
-    AuthenticationFailed,
-    InternalError,
-    InvalidSettings,
-    MissingRight,
-    ServerError,
-    ServerRefused,
-    ServerUnavailable,
-    UnknownFlow,
-)
+from accumulator.connections import FAULTS, AsyncCluster, SyncCluster, async_client, sync_client, translate
+from accumulator.errors import AccumulatorError, InvalidSettings, ServerError
 from accumulator.scripts import Script, script
 
 if TYPE_CHECKING:
@@ -39,11 +30,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Reply = Any
 """bytes, int, None, a list of them, or an AccumulatorError."""
-
-_REFUSALS = (
-    *("BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MISCONF", "NOREPLICAS", "OOM", "READONLY", "TRYAGAIN"),
-    *("UNBLOCKED", "UNKILLABLE", "ASK", "MOVED"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,41 +54,6 @@ Round = Sequence[Call]
 Operation = Generator[Round, list[Reply], T]
 
 
-def translate(error: BaseException, setting: str = "redis_url") -> AccumulatorError:
-    """Our exception for one of redis-py's, on a connection whose URL is that `setting`. Error texts of the server name
-    commands and keys' patterns, not payloads; what it might quote of an argument is left out."""
-    text = str(error)
-    code = text.partition(" ")[0]
-    if isinstance(error, faults.AuthenticationError):
-        return AuthenticationFailed("the server wants other credentials: check user and password of its URL")
-    if isinstance(error, faults.NoPermissionError) or code == "NOPERM":
-        return MissingRight(text.removeprefix("NOPERM ")[:200])
-    if isinstance(error, faults.BusyLoadingError):
-        return ServerRefused("LOADING", "the server is loading its data")
-    if isinstance(error, faults.ReadOnlyError):
-        return ServerRefused("READONLY", "the server is a read-only replica")
-    if isinstance(error, faults.OutOfMemoryError):
-        return ServerRefused("OOM", "the server is over its maxmemory")
-    if isinstance(error, faults.TimeoutError | TimeoutError):
-        return ServerUnavailable("no answer from the server in time")
-    if isinstance(error, faults.ConnectionError | OSError):
-        return ServerUnavailable(f"the server can't be reached: {text[:200]}")
-    if isinstance(error, faults.ClusterError):
-        return ServerRefused("CLUSTERDOWN", "the cluster does not find a node for it, or a slot is moving")
-    if isinstance(error, faults.ResponseError):
-        if code == "NOPOLICY":
-            return UnknownFlow(text.partition(" ")[2].split(" ")[0])
-        if "non local key" in text:
-            return ServerRefused("TRYAGAIN", "a slot of the cluster is moving")
-        if "DB index" in text or text.startswith("SELECT is not allowed"):
-            return InvalidSettings(setting, "names a database that the server does not have")
-        for refusal in _REFUSALS:
-            if code == refusal or f"-{refusal} " in text:
-                return ServerRefused(refusal, "the server refuses for now")
-        return InternalError(f"the server answers with an error: {text[:200]}")
-    return InternalError(f"{type(error).__name__} from the client")
-
-
 _UTF_8 = (("utf-8", "strict"), ("utf8", "strict"))
 _NOT_RUN = (faults.NoScriptError, faults.TryAgainError, faults.AskError)
 
@@ -116,7 +67,8 @@ class _Wire:
 
     def __init__(self, client: object) -> None:
         self.plain = _is_fake(client)
-        self.cluster = isinstance(client, redis.RedisCluster | redis.asyncio.RedisCluster)
+        clusters = (redis.RedisCluster, redis.asyncio.RedisCluster, SyncCluster, AsyncCluster)
+        self.cluster = isinstance(client, clusters)
         encoder = client.get_encoder()  # type: ignore[attr-defined]
         self.foreign = (encoder.encoding.lower().replace("_", "-"), encoder.encoding_errors) not in _UTF_8
 
@@ -173,27 +125,29 @@ def check_client(client: object, wanted: tuple[type, ...]) -> None:
 class Store:
     """Runs operations on a synchronous client."""
 
-    def __init__(self, client: SyncClient) -> None:
-        check_client(client, (redis.Redis, redis.RedisCluster))
-        self.client = client
+    def __init__(self, client: SyncClient | SyncCluster) -> None:
+        check_client(client, (redis.Redis, redis.RedisCluster, SyncCluster))
+        self._client = client
         self._wire = _Wire(client)
         self.cluster = self._wire.cluster
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> Store:
-        """A client of our own: its pool makes callers wait for a connection rather than fail."""
-        try:
-            pool = redis.BlockingConnectionPool.from_url(url, **{"timeout": 20, "max_connections": 100, **options})
-        except ValueError:
-            raise InvalidSettings("redis_url", "must begin with redis://, rediss:// or unix://") from None
-        return cls(redis.Redis.from_pool(pool))
+        """On a client of our own, which makes callers wait for a connection rather than fail. Raises InvalidSettings;
+        the server is not asked yet."""
+        return cls(sync_client(url, **options))
+
+    @property
+    def client(self) -> SyncClient:
+        """redis-py's. That of a cluster's URL is made now, and asks it."""
+        return self._client.client if isinstance(self._client, SyncCluster) else self._client
 
     def close(self) -> None:
-        self.client.close()
+        self._client.close()
 
     def subscription(self, channel: str) -> Subscription:
         """The messages of a channel, on a connection of its own; made when they are first waited for."""
-        return Subscription(self.client, channel)
+        return Subscription(self._client, channel)
 
     def perform(self, operation: Operation[T]) -> T:
         """Runs an operation to its end."""
@@ -214,21 +168,21 @@ class Store:
                 for command in commands:
                     pipe.execute_command(*command, NEVER_DECODE=True)
                 return list(pipe.execute(raise_on_error=False))
-        except (faults.RedisError, OSError) as error:
+        except FAULTS as error:
             return [error] * len(commands)
 
     def _send_one(self, command: tuple[Any, ...]) -> Reply:
         try:
-            reply: Reply = self.client.execute_command(*command, NEVER_DECODE=True)  # type: ignore[no-untyped-call]
+            reply: Reply = self._client.execute_command(*command, NEVER_DECODE=True)  # type: ignore[no-untyped-call]
             return reply
-        except (faults.RedisError, OSError) as error:
+        except FAULTS as error:
             return error
 
 
 class Subscription:
     """The messages of one channel, for one thread."""
 
-    def __init__(self, client: SyncClient, channel: str) -> None:
+    def __init__(self, client: SyncClient | SyncCluster, channel: str) -> None:
         self._client = client
         self._channel = channel
         self._pubsub: Any = None
@@ -241,7 +195,7 @@ class Subscription:
         found: list[bytes] = []
         try:
             if self._pubsub is None:
-                self._pubsub = self._client.pubsub()  # type: ignore[no-untyped-call]
+                self._pubsub = self._client.pubsub()
                 self._pubsub.subscribe(self._channel)
                 self._heard = monotonic()
             message = self._pubsub.get_message(timeout=max(0.0, seconds))
@@ -253,7 +207,7 @@ class Subscription:
                 elif message["type"] == "subscribe":
                     found.append(b"")
                 message = self._pubsub.get_message(timeout=0.0)
-        except (faults.RedisError, OSError) as error:
+        except FAULTS as error:
             self.close()
             raise translate(error) from None
         return found
@@ -268,38 +222,37 @@ class Subscription:
             return
         try:
             self._pubsub.ping()
-        except (faults.RedisError, OSError):
+        except FAULTS:
             self.close()
 
     def close(self) -> None:
         pubsub, self._pubsub = self._pubsub, None
         if pubsub is not None:
-            with suppress(faults.RedisError, OSError):
+            with suppress(*FAULTS):
                 pubsub.close()
 
 
 class AsyncStore:
     """Runs operations on a client of ``redis.asyncio``."""
 
-    def __init__(self, client: AsyncClient) -> None:
-        check_client(client, (redis.asyncio.Redis, redis.asyncio.RedisCluster))
-        self.client = client
+    def __init__(self, client: AsyncClient | AsyncCluster) -> None:
+        check_client(client, (redis.asyncio.Redis, redis.asyncio.RedisCluster, AsyncCluster))
+        self._client = client
         self._wire = _Wire(client)
         self.cluster = self._wire.cluster
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> AsyncStore:
-        """A client of our own: its pool makes callers wait for a connection rather than fail."""
-        try:
-            pool = redis.asyncio.BlockingConnectionPool.from_url(
-                url, **{"timeout": 20, "max_connections": 100, **options}
-            )
-        except ValueError:
-            raise InvalidSettings("redis_url", "must begin with redis://, rediss:// or unix://") from None
-        return cls(redis.asyncio.Redis.from_pool(pool))
+        """See :meth:`Store.from_url`."""
+        return cls(async_client(url, **options))
+
+    @property
+    def client(self) -> AsyncClient:
+        """redis-py's."""
+        return self._client.client if isinstance(self._client, AsyncCluster) else self._client
 
     async def close(self) -> None:
-        await self.client.aclose()
+        await self._client.aclose()
 
     async def perform(self, operation: Operation[T]) -> T:
         """Runs an operation to its end."""
@@ -320,13 +273,13 @@ class AsyncStore:
                 for command in commands:
                     pipe.execute_command(*command, NEVER_DECODE=True)
                 return list(await pipe.execute(raise_on_error=False))
-        except (faults.RedisError, OSError) as error:
+        except FAULTS as error:
             return [error] * len(commands)
 
     async def _send_one(self, command: tuple[Any, ...]) -> Reply:
         try:
-            return await self.client.execute_command(*command, NEVER_DECODE=True)
-        except (faults.RedisError, OSError) as error:
+            return await self._client.execute_command(*command, NEVER_DECODE=True)
+        except FAULTS as error:
             return error
 
 
@@ -389,4 +342,5 @@ __all__ = [
     "answer",
     "as_pairs",
     "as_stream",
+    "translate",
 ]

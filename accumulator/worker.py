@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Final
 
 from accumulator import logs
+from accumulator.address import Address
 from accumulator.client import Accumulator
 from accumulator.closer import Closer
 from accumulator.errors import AuthenticationFailed, InvalidSettings, MissingRight, ServerError
@@ -50,16 +51,18 @@ at a second one, a second later at the earliest."""
 
 
 class Worker:
-    """Runs `roles` of ROLES or `rq`, and `rq_workers` RQ worker processes, on what `settings` and `config` name.
+    """Runs `roles` of ROLES or `rq`, and `rq_workers` RQ worker processes, on what `settings` and `config` name. By
+    default those are all of ROLES; on a Redis Cluster, where RQ can't live, without the dispatcher unless RQ has a
+    server of its own.
 
     `threads` is how many handlers the role `runner` runs at a time, and how many requests the role `webhook` makes:
     by default THREADS. With `processes`, the runner is so many processes, of one thread where `threads` is not given;
     they connect by the settings' URL.
-    `accumulator` gives a connection instead of the settings' URL (a RedisCluster may be behind it; RQ does not work on
-    one). `rq_url` is RQ's server where it is another one than settings and configuration say. `start_within`: seconds
-    in which the server must answer at the start; later, however long it is away, the worker waits for it. Raises
-    InvalidSettings for an unknown role, for `processes` without a runner or with an `accumulator`, and for a webhook's
-    secret that is not there.
+    `accumulator` gives a connection instead of the settings' URL. `rq_url` is RQ's server where it is another one than
+    settings and configuration say. `start_within`: seconds in which the server must answer at the start; later, however
+    long it is away, the worker waits for it. Raises InvalidSettings for an unknown role, for `processes` without a
+    runner or with an `accumulator`, for a role that needs RQ where it has no server, and for a webhook's secret that is
+    not there.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class Worker:
         settings: Settings,
         config: Config | None = None,
         *,
-        roles: Sequence[str] = ROLES,
+        roles: Sequence[str] | None = None,
         threads: int | None = None,
         processes: int = 0,
         rq_workers: int = 0,
@@ -75,6 +78,8 @@ class Worker:
         accumulator: Accumulator | None = None,
         start_within: float = 30.0,
     ) -> None:
+        chosen = roles is not None
+        roles = ROLES if roles is None else roles
         odd = sorted(set(roles) - {*ROLES, "rq"})
         if odd:
             raise InvalidSettings("roles", f"there is no role {odd[0]!r}: choose of {', '.join((*ROLES, 'rq'))}")
@@ -85,6 +90,14 @@ class Worker:
         rq_workers = rq_workers or int("rq" in roles)
         self.settings = settings if config is None else settings.with_config(config)
         self.config = Config() if config is None else config
+        rq_server = rq_url or self.settings.rq_server
+        self._homeless = Address.of(rq_server, "rq_url").kind == "cluster"
+        if self._homeless:
+            if rq_workers or (chosen and "dispatcher" in roles):
+                raise InvalidSettings(
+                    "rq_url", "is not set, and RQ can't live on a Redis Cluster: name a server for it"
+                )
+            roles = [role for role in roles if role != "dispatcher"]
         self.log = logs.get_logger("worker")
         self.roles: list[Role] = []
         self._own = accumulator is None
@@ -94,7 +107,6 @@ class Worker:
         self.accumulator = accumulator or Accumulator.from_settings(self.settings)
         ours = self.accumulator
         flying = InFlight(ours, self.config.max_in_flight)
-        rq_server = rq_url or self.settings.rq_server
         makers: dict[str, Callable[[], Role]] = {
             "closer": lambda: Closer(ours, self._upkeep),
             "dispatcher": lambda: Dispatcher(
@@ -166,6 +178,10 @@ class Worker:
         policies = {flow: policy for flow, (_, policy) in store.perform(operations.policies()).items()}
         for flow in missing_handlers(policies):
             self.log.error("handler_missing", flow=flow, sink=policies[flow].sink)
+        if self._homeless:
+            for flow, policy in policies.items():
+                if policy.sink == "rq":
+                    self.log.error("rq_server_missing", flow=flow, remedy="ACCUMULATOR_RQ_URL, or the sink direct")
         for name in missing_step_handlers(store.perform(operations.ladder_definitions())):
             self.log.warning("handler_missing", ladder=name)
         if "webhook" in self._names:

@@ -638,6 +638,7 @@ def test_a_printed_redis_cli_line_works(program: Program, client: Accumulator, r
         ("rediss://ana:geheim@db", "redis-cli -h db -p 6379 --tls --user ana"),
         ("unix:///run/my%20redis.sock?db=2", "redis-cli -s '/run/my redis.sock' -n 2"),
         ("redis://[::1]/0", "redis-cli -h ::1 -p 6379"),
+        ("rediss+cluster://ana:geheim@[::1]:7000,b:7001", "redis-cli -h ::1 -p 7000 -c --tls --user ana"),
     ],
 )
 def test_the_redis_cli_line_never_shows_a_password(

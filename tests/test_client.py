@@ -425,10 +425,20 @@ def test_what_is_no_client_is_refused_by_name(make: Any, wrong: Callable[[], Any
     assert "not " in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["", "localhost", "http://localhost", "redis://:s3cr3t-marker@h:port/0"])
-def test_what_is_no_url_is_refused_without_repeating_it(url: str) -> None:
+@pytest.mark.parametrize(
+    ("url", "rule"),
+    [
+        *((url, "must begin with redis://") for url in ("", "localhost", "http://localhost", "redis+x://h")),
+        ("redis://:s3cr3t-marker@h:port/0", "can't be read as a URL"),
+        ("redis://:s3cr3t-marker@h/0?db=s3cr3t-marker", "holds an option that redis-py does not know, or a value"),
+        ("redis://:s3cr3t-marker@h/0?s3cr3t-marker=1", "holds an option that redis-py does not know, or a value"),
+        ("redis+cluster://:s3cr3t-marker@h,i?protocol=9", "holds an option that redis-py does not know, or a value"),
+        ("redis+sentinel://:s3cr3t-marker@h,i/m?timout=1", "holds an option that redis-py does not know, or a value"),
+    ],
+)
+def test_what_is_no_url_is_refused_without_repeating_it(url: str, rule: str) -> None:
     for make in (Accumulator, AsyncAccumulator):
-        with pytest.raises(InvalidSettings, match="redis_url: must begin with redis://") as caught:
+        with pytest.raises(InvalidSettings, match=f"redis_url: {rule}") as caught:
             make(url)
         assert "marker" not in str(caught.value)
 

@@ -17,7 +17,14 @@ from accumulator.settings import MAX_CONFIG_BYTES, Config, RqSink, Settings, Web
 
 SAMPLE = Path(__file__).parent.parent / "config" / "accumulator.yaml"
 SECRET = "hunter2"
+SCHEMES = (
+    "must begin with redis://, rediss:// or unix://; with redis+cluster:// or redis+sentinel:// for those "
+    "(rediss+… for TLS)"
+)
 HINT = "in a password, / ? # @ : and % are percent-encoded (/ is %2F)"
+
+
+SERVICE = "must name the service that the Sentinels watch: redis+sentinel://host:26379/service"
 
 
 @pytest.fixture(autouse=True)
@@ -152,6 +159,12 @@ def test_the_namespace_of_the_file_counts_where_the_environment_names_none() -> 
         (f"redis://:{SECRET}%2F%40%23@cache", "redis://cache"),
         (f"unix://user:{SECRET}@/run/redis.sock?db=1", "unix:///run/redis.sock"),
         ("unix:///run/redis.sock", "unix:///run/redis.sock"),
+        (f"redis+cluster://ana:{SECRET}@cache:7000,[::1]:7001", "redis+cluster://cache:7000,[::1]:7001"),
+        (f"rediss+cluster://cache?password={SECRET}", "rediss+cluster://cache"),
+        (
+            f"redis+sentinel://:{SECRET}@cache,b:26380/mine/2?sentinel_username=s&sentinel_password={SECRET}",
+            "redis+sentinel://cache,b:26380/mine/2",
+        ),
     ],
 )
 def test_a_url_is_shown_without_what_is_secret(url: str, shown: str) -> None:
@@ -166,9 +179,9 @@ def test_a_url_is_shown_without_what_is_secret(url: str, shown: str) -> None:
 @pytest.mark.parametrize(
     ("url", "rule"),
     [
-        (f"http://:{SECRET}@cache", "must begin with redis://, rediss:// or unix://"),
-        (f":{SECRET}@cache", "must begin with redis://, rediss:// or unix://"),
-        (SECRET, "must begin with redis://, rediss:// or unix://"),
+        (f"http://:{SECRET}@cache", SCHEMES),
+        (f":{SECRET}@cache", SCHEMES),
+        (SECRET, SCHEMES),
         (f"redis://:{SECRET}@", f"must name a host and, if any, a port; {HINT}"),
         (f"redis://:{SECRET}@cache:0", f"must name a host and, if any, a port; {HINT}"),
         (f"redis://:{SECRET}@cache:99999", f"can't be read as a URL; {HINT}"),
@@ -183,6 +196,16 @@ def test_a_url_is_shown_without_what_is_secret(url: str, shown: str) -> None:
         (f"unix://:1/{SECRET}@/run/redis.sock", f"can't be read as a URL; {HINT}"),
         (f"unix://{SECRET}/redis.sock", "must hold three slashes before the socket: unix:///path"),
         (f"unix://:{SECRET}@", "must hold three slashes before the socket: unix:///path"),
+        (f"redis://:{SECRET}@a,b", "names several hosts, which is for redis+cluster:// and redis+sentinel://"),
+        (f"redis+cluster://:{SECRET}@a,,b", f"must name a host and, if any, a port; {HINT}"),
+        (f"redis+cluster://:{SECRET}@a:x,b", f"can't be read as a URL; {HINT}"),
+        (f"redis+cluster://:{SECRET}@{','.join('a' * 101)}", "must name at most 100 hosts"),
+        (f"redis+cluster://:{SECRET}@a/1", f"may hold nothing after the hosts: a cluster has no databases; {HINT}"),
+        (f"redis+cluster://a?db={SECRET}", f"may hold nothing after the hosts: a cluster has no databases; {HINT}"),
+        (f"redis+sentinel://:{SECRET}@a:26379", SERVICE),
+        (f"redis+sentinel://a/{SECRET}%2F/1", SERVICE),
+        (f"redis+sentinel://a/mine/{SECRET}", f"may hold nothing but a database number after the service; {HINT}"),
+        (f"redis+sentinel://a/mine?sentinel_password=@{SECRET}", f"can't be read as a URL; {HINT}"),
     ],
 )
 def test_a_wrong_url_is_refused_without_being_shown(url: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,7 +465,8 @@ NUMBER = "must be a whole number from 1 to 1000000000, not "
         ("sinks: {" + ", ".join(f"f{n}: {{queue: q}}" for n in range(1001)) + "}", "sinks", "must hold at most 1000"),
         ("rq: here", "rq", "must be a mapping, not 'here'"),
         ("rq: {uri: x}", "rq.uri", "is unknown; did you mean url?"),
-        ("rq: {url: 'http://:pa55@h/'}", "rq.url", "must begin with redis://, rediss:// or unix://"),
+        ("rq: {url: 'http://:pa55@h/'}", "rq.url", SCHEMES),
+        ("rq: {url: 'redis+cluster://:pa55@h/'}", "rq.url", "is a Redis Cluster's, and RQ can't live there: name a"),
         ("rq: {queue: }", "rq.queue", "must be 1 to 100 of"),
         ("max_in_flight: 0", "max_in_flight", f"{NUMBER}0"),
         ("max_in_flight: true", "max_in_flight", f"{NUMBER}true"),

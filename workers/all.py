@@ -2,8 +2,7 @@
 
 import sys
 
-from accumulator.worker import ROLES
 from workers import start
 
 if __name__ == "__main__":
-    sys.exit(start(*ROLES))
+    sys.exit(start())
