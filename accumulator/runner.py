@@ -51,10 +51,9 @@ PATIENCE: Final = 20.0
 
 _BRIEF_LEASE: Final = 60_000
 
-HASTE: Final = 0.002
-"""s of handling that a thread of the runner takes at once: no more than asking the server costs."""
-LINGER: Final = 0.01
-"""s that what is over may wait to be settled, while no handler is slow."""
+HASTE: Final = 0.01
+"""s of handling that a thread of the runner takes at once, and that what is over waits to be settled while no handler is
+slow."""
 SLOW: Final = 0.1
 """s that one handler may hold up others that were taken with it."""
 MOST: Final = 50
@@ -460,7 +459,7 @@ class _Slot:
                     took.append(now - self.since)
                     with self._lock:
                         self._over.append((attempt, ending))
-                    if now - told >= LINGER:
+                    if now - told >= HASTE:
                         self.settle()
                         told = monotonic()
                 self.settle()
