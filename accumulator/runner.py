@@ -52,8 +52,8 @@ PATIENCE: Final = 20.0
 _BRIEF_LEASE: Final = 60_000
 
 HASTE: Final = 0.01
-"""s of handling that a thread of the runner takes at once, and that what is over waits to be settled while no handler is
-slow."""
+"""s of handling that a thread of the runner takes at once, and that what is over waits to be settled, while no handler
+is slow."""
 SLOW: Final = 0.1
 """s that one handler may hold up others that were taken with it."""
 MOST: Final = 50
