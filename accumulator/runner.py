@@ -366,8 +366,8 @@ def _tell(ended: Sequence[tuple[Attempt, Ending]]) -> Sequence[str | Accumulator
     except AccumulatorError as problem:
         told = [problem] * len(ended)
     if len(ended) > 1:  # what is wrong with one of them is no fault of the others
-        for i, problem in enumerate(told):
-            if isinstance(problem, AccumulatorError) and not isinstance(problem, ServerError):
+        for i, each in enumerate(told):
+            if isinstance(each, AccumulatorError) and not isinstance(each, ServerError):
                 [told[i]] = _tell([ended[i]])
     return told
 
