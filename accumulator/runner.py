@@ -251,9 +251,9 @@ class Attempt:
         elif told != "done":
             self.log.warning("settled_too_late", ending=ending.name, cause=ending.cause)
         else:
-            if ending.name == "confirmed":
+            if ending.name == "confirmed" or ending.cause == "Waited":  # as things go
                 if _log.isEnabledFor(DEBUG):
-                    self.log.debug("confirmed")
+                    self.log.debug(ending.name, cause=ending.cause)
                 return None
             last = self._handler is not None and self._failures() + 1 >= self._handler.max_attempts
             name = "dead" if ending.name == "failed" and last else ending.name
