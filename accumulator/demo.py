@@ -30,6 +30,7 @@ from accumulator.envelope import Event
 from accumulator.errors import ServerError
 from accumulator.handlers import Stages, handler, load_handlers, on_cancelled, step_handler
 from accumulator.manifest import Manifest
+from accumulator.role import stopped_by
 from accumulator.settings import Config, Settings
 from accumulator.windows import ClosedWindow, Outcome
 from accumulator.worker import Worker
@@ -324,7 +325,8 @@ def run(settings: Settings, config: Config, data_dir: Path, stay: bool, cli_line
         settings = settings.model_copy(update={"log_level": "error"})  # the story is told here
     logs.configure(settings.log_level, settings.log_plain_keys)
     with ExitStack() as stack:
-        stop = stack.enter_context(_stopped_by_signals())
+        stop = threading.Event()
+        stack.enter_context(stopped_by(stop.set, signal.SIGTERM, signal.SIGINT))
         if "redis_url" not in settings.model_fields_set:
             server = stack.enter_context(EmbeddedServer(data_dir))
             settings = settings.model_copy(update={"redis_url": SecretStr(server.url)})
@@ -392,15 +394,3 @@ def _working(worker: Worker, stop: threading.Event) -> Iterator[None]:
         thread.join()
     if failures:
         raise failures[0]
-
-
-@contextmanager
-def _stopped_by_signals() -> Iterator[threading.Event]:
-    """An event that SIGTERM and Ctrl-C set."""
-    stop = threading.Event()
-    before = {name: signal.signal(name, lambda *_: stop.set()) for name in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for name, handle in before.items():
-            signal.signal(name, handle)

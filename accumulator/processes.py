@@ -17,7 +17,7 @@ from accumulator import logs
 from accumulator.client import Accumulator
 from accumulator.errors import AccumulatorError, InternalError
 from accumulator.handlers import load_handlers
-from accumulator.role import SLICE, Role
+from accumulator.role import SLICE, Role, stopped_by
 from accumulator.runner import LEASE_MARGIN, DirectRunner
 from accumulator.settings import Config, Settings
 from accumulator.turns import InFlight
@@ -119,11 +119,15 @@ def main() -> None:
     """The program of a process of :class:`Processes`: reads what it is told from its standard input, and ends when the
     other end of that is gone."""
     program, settings, rest = pickle.load(sys.stdin.buffer)
+    # What a handler starts must not wait for what never comes, nor take it from us.
+    told = os.dup(0)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
     logs.configure(settings.log_level, settings.log_plain_keys)
     log = logs.get_logger("process")
 
     def follow() -> None:
-        while os.read(0, 1):
+        while os.read(told, 1):
             continue
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -198,11 +202,11 @@ def run_handlers(settings: Settings, config: Config, threads: int) -> None:
             limit=(watchdog := _Watchdog()).handling,
             expendable=True,
         )
-        signal.signal(signal.SIGTERM, lambda *_: runner.stop())
         load_handlers(config.handlers)
-        accumulator.store.perform(accumulator.operations.connect())
-        threading.Thread(target=watchdog.keep, daemon=True).start()
-        runner.run()
+        with stopped_by(runner.stop, signal.SIGTERM):  # whatever the modules of the handlers made of it
+            accumulator.store.perform(accumulator.operations.connect())
+            threading.Thread(target=watchdog.keep, daemon=True).start()
+            runner.run()
     if runner.abandoned:
         logs.get_logger("runner").info("process_ends", abandoned=runner.abandoned)
         sys.stdout.flush()

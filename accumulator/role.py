@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
 from time import monotonic
 from typing import Any, Final, TypeVar
 
@@ -13,6 +17,33 @@ from accumulator.logs import get_logger
 from accumulator.store import Operation
 
 T = TypeVar("T")
+
+
+@contextmanager
+def stopped_by(stop: Callable[[], None], *signals: signal.Signals) -> Iterator[None]:
+    """These signals call `stop`; only the main thread of a program can say so, elsewhere they stay as they are.
+
+    It is called in a thread of its own: what a signal interrupts may hold the lock that it needs, and so may an earlier
+    signal that another one interrupts.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    asked: SimpleQueue[bool] = SimpleQueue()
+
+    def follow() -> None:
+        if asked.get():
+            stop()
+
+    threading.Thread(target=follow, daemon=True).start()
+    before = {name: signal.signal(name, lambda *_: asked.put(True)) for name in signals}
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(name, handler)
+        asked.put(False)
+
 
 SLICE: Final = 0.5
 """s a role waits at the most before it looks whether it is to stop."""

@@ -250,9 +250,9 @@ class Attempt:
         elif told != "done":
             self.log.warning("settled_too_late", ending=ending.name, cause=ending.cause)
         else:
-            if ending.name == "confirmed":
+            if ending.name == "confirmed" or ending.cause == "Waited":  # as things go
                 if _log.isEnabledFor(DEBUG):
-                    self.log.debug("confirmed")
+                    self.log.debug(ending.name, cause=ending.cause)
                 return None
             last = self._handler is not None and self._failures() + 1 >= self._handler.max_attempts
             name = "dead" if ending.name == "failed" and last else ending.name
@@ -365,8 +365,8 @@ def _tell(ended: Sequence[tuple[Attempt, Ending]]) -> Sequence[str | Accumulator
     except AccumulatorError as problem:
         told = [problem] * len(ended)
     if len(ended) > 1:  # what is wrong with one of them is no fault of the others
-        for i, answered in enumerate(told):
-            if isinstance(answered, AccumulatorError) and not isinstance(answered, ServerError):
+        for i, each in enumerate(told):
+            if isinstance(each, AccumulatorError) and not isinstance(each, ServerError):
                 [told[i]] = _tell([ended[i]])
     return told
 

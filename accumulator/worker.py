@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from time import monotonic
-from types import FrameType
 from typing import Final
 
 from accumulator import logs
@@ -29,7 +27,7 @@ from accumulator.janitor import Janitor
 from accumulator.policy import Policy
 from accumulator.processes import Processes, run_handlers
 from accumulator.pulse import Pulse
-from accumulator.role import Role, Trouble
+from accumulator.role import Role, Trouble, stopped_by
 from accumulator.rq_sink import Dispatcher, work
 from accumulator.runner import DirectRunner
 from accumulator.settings import Config, Settings
@@ -138,14 +136,16 @@ class Worker:
         """Works until SIGTERM, SIGINT or `stop()`, and returns 0 within STOP_WITHIN seconds of it: handlers have a few
         seconds to finish; an attempt that still runs then is given back, one in an RQ worker is tried again when its
         lease ends. Raises what keeps it from starting: InvalidSettings, NamespaceMismatch, ServerError …"""
-        with _signals(self.stop):
-            try:
+        signals = signal.SIGTERM, signal.SIGINT
+        try:
+            with stopped_by(self.stop, *signals):
                 load_handlers(self.config.handlers)
-                if self._begin():
-                    self._work()
-            finally:
-                if self._own:
-                    self.accumulator.close()
+                with stopped_by(self.stop, *signals):  # a module of theirs may have taken them for itself
+                    if self._begin():
+                        self._work()
+        finally:
+            if self._own:
+                self.accumulator.close()
         return 0
 
     # --- the beginning ---
@@ -266,23 +266,3 @@ class Worker:
 
 def _differs(one: Policy, other: Policy) -> bool:
     return one.canonical_json() != other.canonical_json()
-
-
-@contextmanager
-def _signals(stop: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM and SIGINT call `stop`; only the main thread of a program can say so, elsewhere they stay as they are."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def ask(_: int, __: FrameType | None) -> None:
-        stop()
-
-    before: Mapping[signal.Signals, object] = {
-        name: signal.signal(name, ask) for name in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        yield
-    finally:
-        for name, handler in before.items():
-            signal.signal(name, handler)  # type: ignore[arg-type]

@@ -103,3 +103,10 @@ def segmentation_fault(ctx: Context) -> None:
 def wait_for_a_program(ctx: Context) -> None:
     with subprocess.Popen(["sleep", "300"]) as child:
         _write(ctx, f"begun {child.pid}")
+
+
+@handler("read", timeout="20s", max_attempts=1)
+def read_standard_input(ctx: Context) -> None:
+    """As a program does that is started without a thought of what it reads."""
+    subprocess.run(["cat"], check=True)
+    _write(ctx, "handled")

@@ -1554,8 +1554,8 @@ def test_an_attempt_that_is_given_up_before_it_is_handled_is_not(life: Life) -> 
     assert life.story(window_id)[-1][1:] == ("retrying", 1, "Stopped")
 
 
-def test_a_thread_that_was_replaced_begins_nothing_more(life: Life) -> None:
-    """Neither what waits behind the one it was at, nor what a ladder would have it begin later."""
+def test_a_thread_that_was_replaced_begins_nothing_more(life: Life, caplog: pytest.LogCaptureFixture) -> None:
+    """What waits behind the one it was at goes back, and nobody is warned of that."""
     slot = _Slot(1)
     handled: list[str] = []
 
@@ -1576,6 +1576,7 @@ def test_a_thread_that_was_replaced_begins_nothing_more(life: Life) -> None:
     assert handled == [one.bucket_key for one in taken[:2]]
     assert [life.states(one.bucket_key) for one in taken] == [["confirmed"]] * 2 + [["retrying"]] * 2
     assert [life.story(one.window_id)[-1][3] for one in taken[2:]] == ["Waited"] * 2
+    assert caplog.records == []
     assert slot.attempt is None
 
 

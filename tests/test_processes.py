@@ -151,6 +151,26 @@ def test_what_a_killed_handler_had_started_ends_with_it(
 
 
 @one_server
+def test_what_a_handler_starts_has_nothing_to_read(live: Accumulator, started: Callable[..., Any], out: Path) -> None:
+    with started():
+        flush(live, "read", out)
+        wait_until(lambda: only(live, "read").state == "confirmed")
+
+
+@one_server
+def test_a_module_of_handlers_that_ignores_signals(
+    live: Accumulator, started: Callable[..., Any], out: Path, tmp_path: Path
+) -> None:
+    """As some frameworks do when they are imported: what a handler was at is given back all the same."""
+    config = tmp_path / "config.yaml"
+    config.write_text("handlers: [tests.deaf_handlers]\n")
+    with started(ACCUMULATOR_CONFIG=str(config)):
+        flush(live, "slow", out, seconds=60)
+        wait_until(lambda: len(written(out)) == 1)
+    assert causes(live, "slow")[-1] == ("retrying", "Stopped")
+
+
+@one_server
 def test_a_handler_that_blocks_every_thread(live: Accumulator, started: Callable[..., Any], out: Path) -> None:
     """Nothing of its process can settle it: the kernel ends it before its lease does."""
     with started():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -812,6 +814,25 @@ def test_sigint_without_work(live: Accumulator, server: EmbeddedServer, namespac
         worker.process.send_signal(2)
         assert worker.process.wait(3) == 0
     assert [line["flow"] for line in worker.said("handler_missing")] == ["f"]
+
+
+def test_signals_that_interrupt_each_other_stop_all_the_same() -> None:
+    """A signal finds the program at any point, also within what an earlier one has begun."""
+    rounds = """
+import signal, threading
+from accumulator.role import stopped_by
+for _ in range(300):
+    stop, rings = threading.Event(), 0
+    with stopped_by(stop.set, signal.SIGALRM):
+        signal.setitimer(signal.ITIMER_REAL, 1e-4, 3e-5)
+        while not stop.wait(1.0):
+            pass
+        for _ in range(100):
+            stop.is_set(), stop.wait(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+"""
+    ended = subprocess.run([sys.executable, "-c", rounds], timeout=60, capture_output=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 def test_a_wrong_password_is_a_plain_message(start_server: StartServer, namespace: str, tmp_path: Path) -> None:

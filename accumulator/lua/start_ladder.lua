@@ -116,8 +116,8 @@ local function look_back()
     return came
   end
   in_windows()
-  local queued = call('HGET', prefix .. 'bucket:' .. key, 'queued')
-  if queued then
+  local queued = tonumber(call('HGET', prefix .. 'bucket:' .. key, 'queued') or 0)
+  if queued > 0 then
     search(prefix .. 'reconcile', function(_, fields)
       local item = {}
       for i = 1, #fields, 2 do
