@@ -196,11 +196,17 @@ def _workers(pairs: Iterable[tuple[Any, Any]], now: int) -> Iterator[WorkerSeen]
 
 def read_setup() -> Operation[tuple[list[str], list[str]]]:
     """What of the server's set-up loses what it accepted, and what may: problems and warnings."""
+    problems, warnings, _ = yield from _read_setup()
+    return problems, warnings
+
+
+def _read_setup() -> Operation[tuple[list[str], list[str], bool]]:
+    """The same, and whether it is a cluster."""
     replies = yield [Call(("INFO",)), Call(("CONFIG", "GET", "save"))]
     facts = replies[0]
     if isinstance(facts, AccumulatorError) or not isinstance(facts, Mapping):
         unread = "the server's set-up can't be read (INFO): it may evict what it accepted, or keep nothing on disk"
-        return [], [unread]
+        return [], [unread], False
     if "maxmemory_policy" not in facts:
         facts = next((node for node in facts.values() if isinstance(node, Mapping)), {})
     problems, warnings = [], []
@@ -219,7 +225,7 @@ def read_setup() -> Operation[tuple[list[str], list[str]]]:
             warnings.append("the server saves snapshots only: a crash loses what came since (set appendonly yes)")
         else:
             warnings.append("the server keeps nothing on disk: a restart loses everything (set appendonly yes)")
-    return problems, warnings
+    return problems, warnings, bool(int(facts.get("cluster_enabled", 0)))
 
 
 # --- everything -------------------------------------------------------------------------------------------------------
@@ -230,7 +236,7 @@ def read_health(
 ) -> Operation[Health]:
     """Reads and judges. `instant` is that of a virtual clock, or empty; `ceilings` are `max_unsettled` and
     `max_reconcile`."""
-    problems, warnings = yield from read_setup()
+    problems, warnings, cluster = yield from _read_setup()
     probe = Call.run("show", keys.timers(prefixes[0]), instant, "health:health:0")
     replies = yield [
         Call(("TIME",)),
@@ -248,7 +254,7 @@ def read_health(
         for name, text in as_pairs(replies[1])
         if name.startswith(b"flow:")
     }
-    problems += _judge_workers(workers, sinks, warnings)
+    problems += _judge_workers(workers, sinks, warnings, cluster)
     problems += yield from _judge_ladders(workers, sinks, replies[1], prefixes)
 
     columns = yield from _columns(prefixes, now)
@@ -318,7 +324,9 @@ def _instant(reply: Reply) -> int:
     return max(int(seconds) * 1000 + int(micros) // 1000 for seconds, micros in nodes)
 
 
-def _judge_workers(workers: Sequence[WorkerSeen], sinks: Mapping[str, str], warnings: list[str]) -> Iterator[str]:
+def _judge_workers(
+    workers: Sequence[WorkerSeen], sinks: Mapping[str, str], warnings: list[str], cluster: bool
+) -> Iterator[str]:
     alive = [worker for worker in workers if worker.alive]
     if not alive:
         last = min((worker.age for worker in workers), default=None)
@@ -333,7 +341,8 @@ def _judge_workers(workers: Sequence[WorkerSeen], sinks: Mapping[str, str], warn
     for sink, role in ROLE_OF.items():
         flows = [flow for flow, its in sinks.items() if its == sink]
         if flows and role not in roles:
-            yield f"no {role} is alive: nobody takes what goes to the sink {sink} (flow {_some(flows)})"
+            elsewhere = "; RQ can't live on a Redis Cluster: set ACCUMULATOR_RQ_URL" if cluster and sink == "rq" else ""
+            yield f"no {role} is alive: nobody takes what goes to the sink {sink} (flow {_some(flows)}){elsewhere}"
             continue
         without = [flow for flow in flows if not any(worker.serves(flow, sink) for worker in alive)]
         what = "an endpoint" if sink == "webhook" else "a handler"
