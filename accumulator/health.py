@@ -229,11 +229,17 @@ def _workers(pairs: Iterable[tuple[Any, Any]], now: int) -> Iterator[WorkerSeen]
 
 def read_setup() -> Operation[tuple[list[str], list[str]]]:
     """What of the server's set-up loses what it accepted, and what may: problems and warnings."""
+    problems, warnings, _ = yield from _read_setup()
+    return problems, warnings
+
+
+def _read_setup() -> Operation[tuple[list[str], list[str], bool]]:
+    """The same, and whether it is a cluster."""
     replies = yield [Call(("INFO",)), Call(("CONFIG", "GET", "save"))]
     facts = replies[0]
     if isinstance(facts, AccumulatorError) or not isinstance(facts, Mapping):
         unread = "the server's set-up can't be read (INFO): it may evict what it accepted, or keep nothing on disk"
-        return [], [unread]
+        return [], [unread], False
     if "maxmemory_policy" not in facts:
         facts = next((node for node in facts.values() if isinstance(node, Mapping)), {})
     problems, warnings = [], []
@@ -252,7 +258,7 @@ def read_setup() -> Operation[tuple[list[str], list[str]]]:
             warnings.append("the server saves snapshots only: a crash loses what came since (set appendonly yes)")
         else:
             warnings.append("the server keeps nothing on disk: a restart loses everything (set appendonly yes)")
-    return problems, warnings
+    return problems, warnings, bool(int(facts.get("cluster_enabled", 0)))
 
 
 # --- everything -------------------------------------------------------------------------------------------------------
@@ -263,7 +269,7 @@ def read_health(
 ) -> Operation[Health]:
     """Reads and judges. `instant` is that of a virtual clock, or empty; `ceilings` are `max_unsettled` and
     `max_reconcile`."""
-    problems, warnings = yield from read_setup()
+    problems, warnings, cluster = yield from _read_setup()
     probe = Call.run("show", keys.timers(prefixes[0]), instant, "health:health:0")
     replies = yield [
         Call(("TIME",)),
@@ -277,7 +283,7 @@ def read_health(
     signs = as_pairs(replies[2])
     workers = tuple(sorted(_workers(signs, now), key=lambda worker: (worker.age, worker.worker_id)))
     sinks = sinks_of(replies[1])
-    problems += _judge_workers(workers, sinks, warnings)
+    problems += _judge_workers(workers, sinks, warnings, cluster)
     problems += yield from _judge_ladders(workers, sinks, replies[1], prefixes)
 
     columns = yield from _columns(prefixes, now)
@@ -352,7 +358,9 @@ def _instant(reply: Reply) -> int:
     return max(int(seconds) * 1000 + int(micros) // 1000 for seconds, micros in nodes)
 
 
-def _judge_workers(workers: Sequence[WorkerSeen], sinks: Mapping[str, str], warnings: list[str]) -> Iterator[str]:
+def _judge_workers(
+    workers: Sequence[WorkerSeen], sinks: Mapping[str, str], warnings: list[str], cluster: bool
+) -> Iterator[str]:
     alive = [worker for worker in workers if worker.alive]
     if not alive:
         last = min((worker.age for worker in workers), default=None)
@@ -367,7 +375,8 @@ def _judge_workers(workers: Sequence[WorkerSeen], sinks: Mapping[str, str], warn
     for sink, role in ROLE_OF.items():
         flows = [flow for flow, its in sinks.items() if its == sink]
         if flows and role not in roles:
-            yield f"no {role} is alive: nobody takes what goes to the sink {sink} (flow {_some(flows)})"
+            elsewhere = "; RQ can't live on a Redis Cluster: set ACCUMULATOR_RQ_URL" if cluster and sink == "rq" else ""
+            yield f"no {role} is alive: nobody takes what goes to the sink {sink} (flow {_some(flows)}){elsewhere}"
             continue
         without = [flow for flow in flows if not any(worker.serves(flow, sink) for worker in alive)]
         what = "an endpoint" if sink == "webhook" else "a handler"

@@ -171,6 +171,8 @@ class Worker:
     def _meet(self) -> None:
         store, operations = self.accumulator.store, self.accumulator.operations
         store.perform(operations.connect())
+        # Of every partition: a URL that leads to one node of a cluster finds some of them only, and is refused here.
+        store.perform(operations.next_due())
         self._upkeep()
         self._set_ceilings()
         for warning in store.perform(operations.server_warnings()):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +19,16 @@ from accumulator import handlers, keys
 from accumulator.client import Accumulator, AsyncAccumulator
 from accumulator.embedded import EmbeddedServer
 from accumulator.envelope import Event
-from accumulator.errors import ServerRefused
+from accumulator.errors import AuthenticationFailed, InvalidSettings, ServerRefused, ServerUnavailable
+from accumulator.rq_sink import rq_client
 from accumulator.runner import run_attempt
+from accumulator.settings import Settings
 from accumulator.store import Store
 from accumulator.windows import Outcome, Receipt
-from tests.conftest import wait_until
+from accumulator.worker import Worker
+from tests.conftest import Program as CommandLine
+from tests.conftest import event, wait_until
+from tests.processes import program, written
 
 AT = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -255,3 +261,176 @@ def test_cluster_store_is_recognised(cluster: list[EmbeddedServer]) -> None:
         assert Store(client).perform(Accumulator(client, namespace="t-x").operations.server_time()) > 0
     finally:
         client.close()
+
+
+# --- by URL -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(request: pytest.FixtureRequest) -> CommandLine:
+    """`accumulator …` in this process; `program` here is one of its own."""
+    found: CommandLine = request.getfixturevalue("program")
+    return found
+
+
+def url_of(cluster: list[EmbeddedServer], credentials: str = "", options: str = "") -> str:
+    """The cluster's, by a node that is not there and two that are."""
+    hosts = ",".join(["127.0.0.1:1", *(f"127.0.0.1:{server.port}" for server in cluster[1:])])
+    return f"redis+cluster://{credentials}{hosts}/{options}"
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_worker_by_url(cluster: list[EmbeddedServer], namespace: str, tmp_path: Path, processes: int) -> None:
+    """It closes windows when they are due and runs handlers of the sink direct, in threads or in processes."""
+    url, out, log = url_of(cluster), tmp_path / "out", tmp_path / "log"
+    arguments = ["-m", "accumulator", "worker", "--processes", str(processes)]
+    with (
+        program(arguments, url, namespace, log) as worker,
+        Accumulator(url, namespace=namespace) as accumulator,
+    ):
+        worker.until("started")
+        [started] = worker.said("started")
+        assert "dispatcher" not in started["roles"]
+        accumulator.load_policy("log", {"inactivity": "200ms", "sink": "direct"})
+        sent = [event(f"e{i}", f"t:log:{i}", payload={"out": str(out)}) for i in range(20)]
+        assert {receipt.outcome for receipt in accumulator.push_many(sent)} == {Outcome.ACCEPTED}
+        wait_until(lambda: len(written(out)) == 20, 20)
+        wait_until(lambda: {accumulator.manifests(f"t:log:{i}")[0].state for i in range(20)} == {"confirmed"})
+        worker.process.terminate()
+        assert worker.process.wait(10) == 0
+        assert worker.said("trouble") == []
+
+
+def test_the_command_line_by_url(
+    cluster: list[EmbeddedServer],
+    namespace: str,
+    command: CommandLine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ACCUMULATOR_REDIS_URL", url_of(cluster, options="?protocol=3&socket_timeout=9"))
+    policies = tmp_path / "policies.yaml"
+    policies.write_text("policies: {order: {inactivity: 1h, sink: direct}, chat: {inactivity: 1h, sink: rq}}")
+    events = tmp_path / "events.jsonl"
+    events.write_bytes(b"".join(_event(i, i % 20).model_dump_json().encode() + b"\n" for i in range(60)))
+    pushed = command("push", events, "--config", policies, "--json")
+    assert (pushed.code, pushed.json[0]["outcomes"]["accepted"]) == (0, 60)
+    assert command("bucket", "acme:order:3", "--json").json[0]["open"]["entries"] == 3
+    assert len(command("buckets", "--json").json) == 20
+    assert command("counters", "--json").json[0]["accepted"] == 60
+    judged = command("health")
+    assert judged.code == 1
+    assert "no worker is alive" in judged.out
+
+
+def test_health_is_green(
+    cluster: list[EmbeddedServer], namespace: str, command: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = url_of(cluster)
+    with (
+        program(["-m", "accumulator", "worker"], url, namespace, tmp_path / "log") as worker,
+        Accumulator(url, namespace=namespace) as accumulator,
+    ):
+        worker.until("started")
+        accumulator.load_policy("log", {"inactivity": "1h", "sink": "direct"})
+        wait_until(lambda: accumulator.health().ok)
+        monkeypatch.setenv("ACCUMULATOR_REDIS_URL", url)
+        assert command("health").code == 0
+        accumulator.load_policy("chat", {"inactivity": "1h", "sink": "rq"})
+        (problem,) = accumulator.health().problems
+        assert problem.startswith("no dispatcher is alive: nobody takes what goes to the sink rq (flow chat)")
+        assert "ACCUMULATOR_RQ_URL" in problem
+
+
+async def test_the_asynchronous_client_by_url(cluster: list[EmbeddedServer], namespace: str) -> None:
+    accumulator = AsyncAccumulator(url_of(cluster, options="?max_connections=3&protocol=3"), namespace=namespace)
+    await accumulator.load_policy("order", {"inactivity": "10s"})
+    receipts = await asyncio.gather(*(accumulator.push(_event(i, i)) for i in range(50)))
+    assert {receipt.outcome for receipt in receipts} == {Outcome.ACCEPTED}
+    await accumulator.close()
+
+
+def test_credentials_in_the_url(cluster: list[EmbeddedServer], namespace: str) -> None:
+    for server in cluster:
+        with redis.Redis(port=server.port) as node:
+            _run(node, "ACL", "SETUSER", "ana", "on", ">s3cr3t/+", "~*", "&*", "+@all")
+    with Accumulator(url_of(cluster, "ana:s3cr3t%2F%2B@"), namespace=namespace) as accumulator:
+        assert accumulator.counters() == {}
+        client: Any = accumulator.store.client
+        assert _run(client, "ACL", "WHOAMI") == b"ana"
+    with (
+        Accumulator(url_of(cluster, "ana:s3cr3t-wrong@"), namespace=namespace) as accumulator,
+        pytest.raises(AuthenticationFailed, match="check user and password") as caught,
+    ):
+        accumulator.counters()
+    assert "s3cr3t" not in str(caught.value)
+
+
+def test_rq_cannot_live_there(cluster: list[EmbeddedServer], namespace: str, tmp_path: Path) -> None:
+    url, own = url_of(cluster), "redis://127.0.0.1:6380/0"
+    for options in ({"roles": ["dispatcher"]}, {"roles": ["rq"]}, {"rq_workers": 1}):
+        with pytest.raises(InvalidSettings, match="rq_url: is not set, and RQ can't live on a Redis Cluster"):
+            Worker(Settings(redis_url=url), **options)
+        Worker(Settings(redis_url=url, rq_url=own), **options)
+    with pytest.raises(InvalidSettings, match="rq_url: is a Redis Cluster's, and RQ can't live there"):
+        rq_client(url)
+    with (
+        program(["-m", "accumulator", "worker"], url, namespace, tmp_path / "log") as worker,
+        Accumulator(url, namespace=namespace) as accumulator,
+    ):
+        accumulator.load_policy("chat", {"inactivity": "1h", "sink": "rq"})
+        worker.until("started")
+    with program(["-m", "accumulator", "worker"], url, namespace, tmp_path / "log") as worker:
+        worker.until("started")
+        [said] = worker.said("rq_server_missing")
+        assert said["flow"] == "chat"
+
+
+def test_the_wrong_kind_of_url(cluster: list[EmbeddedServer], namespace: str, start_server: Any) -> None:
+    with (
+        Accumulator(f"redis://127.0.0.1:{cluster[0].port}", namespace=namespace) as accumulator,
+        pytest.raises(
+            InvalidSettings, match=r"redis_url: names a node of a Redis Cluster: begin it with redis\+cluster"
+        ),
+    ):
+        accumulator.open_buckets()
+    with pytest.raises(InvalidSettings, match="names a node of a Redis Cluster"):
+        Worker(Settings(redis_url=f"redis://127.0.0.1:{cluster[0].port}", namespace=namespace)).run()
+    one = start_server()
+    with (
+        Accumulator(f"redis+cluster://127.0.0.1:{one.port}", namespace=namespace) as accumulator,
+        pytest.raises(InvalidSettings, match="redis_url: is a cluster's, and the server there is none"),
+    ):
+        accumulator.open_buckets()
+
+
+async def test_the_wrong_kind_of_url_asynchronously(cluster: list[EmbeddedServer], start_server: Any) -> None:
+    accumulator = AsyncAccumulator(f"redis+cluster://127.0.0.1:{start_server().port}")
+    with pytest.raises(InvalidSettings, match="redis_url: is a cluster's, and the server there is none"):
+        await accumulator.counters()
+    await accumulator.close()
+
+
+def test_a_cluster_that_comes_back_elsewhere_is_found_by_its_url(namespace: str) -> None:
+    """Its nodes have other addresses; one of the URL's hosts leads there."""
+    options = {"cluster-enabled": "yes"}
+    with EmbeddedServer(config=options) as first, EmbeddedServer(config=options) as second:
+        for server in (first, second):
+            with redis.Redis(port=server.port) as node:
+                _run(node, "CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+                wait_until(lambda: b"cluster_state:ok" in _run(node, "CLUSTER", "INFO"))
+        url = f"redis+cluster://127.0.0.1:{first.port},127.0.0.1:{second.port}"
+        with Accumulator(url, namespace=namespace) as accumulator:
+            client: Any = accumulator.store.client
+            assert accumulator.counters() == {}
+            (used,) = {node.port for node in client.get_nodes()}
+            (first if used == first.port else second).kill()
+            with pytest.raises(ServerUnavailable):
+                accumulator.counters()
+            wait_until(lambda: _counts(accumulator), 20)
+
+
+def _counts(accumulator: Accumulator) -> bool:
+    with suppress(ServerUnavailable):
+        return accumulator.counters() == {}
+    return False

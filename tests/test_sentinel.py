@@ -214,6 +214,23 @@ def test_the_command_line_and_rq(watched: Watched, monkeypatch: pytest.MonkeyPat
         assert client.get("rq:x") == b"1"
 
 
+def test_the_sink_rq(watched: Watched, namespace: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ["-m", "accumulator", "worker", "--with-rq", "1"]
+    with (
+        program(arguments, watched.url, namespace, tmp_path / "log") as worker,
+        Accumulator(watched.url, namespace=namespace) as accumulator,
+    ):
+        worker.until("started")
+        accumulator.load_policy("log", {"inactivity": "200ms", "sink": "rq"})
+        accumulator.push(event("e1", "t:log:1", payload={"out": str(out)}))
+        wait_until(lambda: len(written(out)) == 1, 30)
+        wait_until(lambda: accumulator.manifests("t:log:1")[0].state == "confirmed")
+        worker.process.terminate()
+        assert worker.process.wait(10) == 0
+        assert worker.said("trouble") == []
+
+
 def test_what_is_wrong_is_said_without_what_is_secret(watched: Watched) -> None:
     here = f"127.0.0.1:{watched.port}"
     own = "sentinel_password=s3cr3t/sentinel%2B%25"
