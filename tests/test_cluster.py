@@ -19,7 +19,7 @@ from accumulator import handlers, keys
 from accumulator.client import Accumulator, AsyncAccumulator
 from accumulator.embedded import EmbeddedServer
 from accumulator.envelope import Event
-from accumulator.errors import AuthenticationFailed, InvalidSettings, ServerRefused, ServerUnavailable
+from accumulator.errors import AuthenticationFailed, InvalidSettings, ServerError, ServerRefused
 from accumulator.operations import Outcome, Receipt
 from accumulator.rq_sink import rq_client
 from accumulator.runner import run_attempt
@@ -425,12 +425,12 @@ def test_a_cluster_that_comes_back_elsewhere_is_found_by_its_url(namespace: str)
             assert accumulator.counters() == {}
             (used,) = {node.port for node in client.get_nodes()}
             (first if used == first.port else second).kill()
-            with pytest.raises(ServerUnavailable):
+            with pytest.raises(ServerError):
                 accumulator.counters()
             wait_until(lambda: _counts(accumulator), 20)
 
 
 def _counts(accumulator: Accumulator) -> bool:
-    with suppress(ServerUnavailable):
+    with suppress(ServerError):
         return accumulator.counters() == {}
     return False
