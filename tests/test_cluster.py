@@ -350,6 +350,24 @@ async def test_the_asynchronous_client_by_url(cluster: list[EmbeddedServer], nam
     await accumulator.close()
 
 
+@pytest.mark.parametrize("protocol", [2, 3])
+def test_wake_ups_come_from_every_node(cluster: list[EmbeddedServer], namespace: str, protocol: int) -> None:
+    with Accumulator(url_of(cluster, options=f"?protocol={protocol}"), namespace=namespace) as accumulator:
+        accumulator.load_policy("order", {"inactivity": "1h"})
+        news = accumulator.store.subscription(accumulator.operations.channel)
+        assert news.wait(5) == [b""]
+        accumulator.push_many([_event(i, i) for i in range(100)])
+        wanted = {keys.partition_of(f"acme:order:{i}", accumulator.operations.partitions) for i in range(100)}
+        heard: set[int] = set()
+
+        def all_heard() -> bool:
+            heard.update(int(message.split()[0]) for message in news.wait(0.5))
+            return heard == wanted
+
+        wait_until(all_heard)
+        news.close()
+
+
 def test_credentials_in_the_url(cluster: list[EmbeddedServer], namespace: str) -> None:
     for server in cluster:
         with redis.Redis(port=server.port) as node:
