@@ -19,7 +19,7 @@ from accumulator import handlers, keys
 from accumulator.client import Accumulator, AsyncAccumulator
 from accumulator.embedded import EmbeddedServer
 from accumulator.envelope import Event
-from accumulator.errors import AuthenticationFailed, InvalidSettings, ServerRefused, ServerUnavailable
+from accumulator.errors import AuthenticationFailed, InvalidSettings, ServerError, ServerRefused
 from accumulator.rq_sink import rq_client
 from accumulator.runner import run_attempt
 from accumulator.settings import Settings
@@ -350,6 +350,24 @@ async def test_the_asynchronous_client_by_url(cluster: list[EmbeddedServer], nam
     await accumulator.close()
 
 
+@pytest.mark.parametrize("protocol", [2, 3])
+def test_wake_ups_come_from_every_node(cluster: list[EmbeddedServer], namespace: str, protocol: int) -> None:
+    with Accumulator(url_of(cluster, options=f"?protocol={protocol}"), namespace=namespace) as accumulator:
+        accumulator.load_policy("order", {"inactivity": "1h"})
+        news = accumulator.store.subscription(accumulator.operations.channel)
+        assert news.wait(5) == [b""]
+        accumulator.push_many([_event(i, i) for i in range(100)])
+        wanted = {keys.partition_of(f"acme:order:{i}", accumulator.operations.partitions) for i in range(100)}
+        heard: set[int] = set()
+
+        def all_heard() -> bool:
+            heard.update(int(message.split()[0]) for message in news.wait(0.5))
+            return heard == wanted
+
+        wait_until(all_heard)
+        news.close()
+
+
 def test_credentials_in_the_url(cluster: list[EmbeddedServer], namespace: str) -> None:
     for server in cluster:
         with redis.Redis(port=server.port) as node:
@@ -425,12 +443,12 @@ def test_a_cluster_that_comes_back_elsewhere_is_found_by_its_url(namespace: str)
             assert accumulator.counters() == {}
             (used,) = {node.port for node in client.get_nodes()}
             (first if used == first.port else second).kill()
-            with pytest.raises(ServerUnavailable):
+            with pytest.raises(ServerError):
                 accumulator.counters()
             wait_until(lambda: _counts(accumulator), 20)
 
 
 def _counts(accumulator: Accumulator) -> bool:
-    with suppress(ServerUnavailable):
+    with suppress(ServerError):
         return accumulator.counters() == {}
     return False
