@@ -1208,3 +1208,24 @@ def test_a_webhook_gets_what_was_emitted(ready: Accumulator, clock: VirtualClock
     assert (body["ladder"], body["step"], body["attributes"], body["args"]) == (
         "cobranca", "antes", {"channel": "email"}, {"amount": 7}
     )  # fmt: skip
+
+
+def test_ladders_of_a_hundred_steps_that_are_due_at_once_hold_no_call_up(
+    make_client: MakeClient, namespace: str, clock: VirtualClock
+) -> None:
+    """As after a weekend without a worker: what a call does is counted by what it writes."""
+    acc = clock.attach(Accumulator(make_client(), namespace=namespace, partitions=1, clock=clock))
+    acc.load_policy("fatura", {"inactivity": "10s", "sink": "direct"})
+    acc.load_ladder("cobranca", {"steps": [{"name": f"s{n}", "offset": "1d"} for n in range(100)]})
+    for n in range(20):
+        acc.start_ladder("cobranca", f"t:fatura:{n}", clock.instant)
+    clock.advance("2d", worker=False)
+    handled: list[int] = []
+    while not handled or handled[-1]:
+        tick = acc.store.perform(acc.operations.tick(0, 200))
+        assert tick.failure is None
+        handled.append(tick.handled)
+        assert (tick.next_due is not None and tick.next_due <= clock.now) == (sum(handled) < 20)
+    assert handled == [10, 10, 0]
+    assert acc.counters()["ladder:step"] == 2000
+    check_invariants(make_client(), namespace)
