@@ -28,6 +28,7 @@ from accumulator.errors import InvalidInput, InvalidLadder, UnknownFlow, Unknown
 from accumulator.handlers import PermanentError, on_cancelled, on_escalated, step_handler
 from accumulator.ladder_operations import LadderMoved, LadderStarted
 from accumulator.ladders import Ladder
+from accumulator.operations import Taken
 from accumulator.runner import run_attempt
 from accumulator.scripts import NAMES, script
 from accumulator.settings import Config, Settings
@@ -1253,3 +1254,49 @@ def test_a_webhook_gets_what_was_emitted(ready: Accumulator, clock: VirtualClock
     assert (body["ladder"], body["step"], body["attributes"], body["args"]) == (
         "cobranca", "antes", {"channel": "email"}, {"amount": 7}
     )  # fmt: skip
+
+
+def test_ladders_of_a_hundred_steps_that_are_due_at_once_hold_no_call_up(
+    make_client: MakeClient, namespace: str, clock: VirtualClock
+) -> None:
+    """As after a weekend without a worker: what a call does is counted by what it writes."""
+    acc = clock.attach(Accumulator(make_client(), namespace=namespace, partitions=1, clock=clock))
+    acc.load_policy("fatura", {"inactivity": "10s", "sink": "direct"})
+    acc.load_ladder("cobranca", {"steps": [{"name": f"s{n}", "offset": "1d"} for n in range(100)]})
+    for n in range(20):
+        acc.start_ladder("cobranca", f"t:fatura:{n}", clock.instant)
+    clock.advance("2d", worker=False)
+    handled: list[int] = []
+    while not handled or handled[-1]:
+        tick = acc.store.perform(acc.operations.tick(0, 200))
+        assert tick.failure is None
+        handled.append(tick.handled)
+        assert (tick.next_due is not None and tick.next_due <= clock.now) == (sum(handled) < 20)
+    assert handled == [10, 10, 0]
+    assert acc.counters()["ladder:step"] == 2000
+    check_invariants(make_client(), namespace)
+
+
+def test_thousands_that_were_called_off_hold_no_taking_up(
+    make_client: MakeClient, namespace: str, clock: VirtualClock
+) -> None:
+    """They stand in the list of what is ready still; a call passes a thousand of them."""
+    client = make_client()
+    acc = clock.attach(Accumulator(client, namespace=namespace, partitions=1, clock=clock))
+    acc.load_policy("fatura", {"inactivity": "10s", "sink": "direct"})
+    acc.load_ladder("cobranca", {"steps": [{"name": "s", "offset": "1d"}], "final_wait": "9d", "cancel_on": ["pago"]})
+    for n in range(2500):
+        acc.start_ladder("cobranca", f"t:fatura:{n}", clock.instant)
+    clock.advance("1d")
+    acc.push_many([event("P", f"t:fatura:{n}", clock, kind="pago") for n in range(2500)])
+    acc.flush("t:fatura:1")
+    ready = keys.ready(acc.operations.prefixes[0], "direct", "t")
+    standing = [client.llen(ready)]
+    taken: list[Taken] = []
+    while not taken:
+        taken = acc.store.perform(acc.operations.take(0, "direct", 1, 30_000))
+        standing.append(client.llen(ready))
+    assert standing[:3] == [5001, 4001, 3001]
+    [emission] = [acc.store.perform(acc.operations.emission(one.window_id)) for one in taken]
+    assert emission is not None
+    assert emission.event == "cancelled"

@@ -12,7 +12,7 @@
 -- ARGV[4] -> first watch, ms
 -- ARGV[5] -> how many of one tenant may be in flight in this partition; '' for no limit; 0: only the tenants named next
 -- ARGV[6] -> then pairs of tenant, its own limit in this partition
--- reply   -> {window_id, attempt, bucket_key, ...}
+-- reply   -> {window_id, attempt, bucket_key, ...}; none does not say that none is ready, where many were called off
 -- cost    -> O((tenants looked at + taken) * log timers)
 
 local sink, most = ARGV[2], tonumber(ARGV[3])
@@ -95,8 +95,10 @@ for i = 1, #tenants do
   queues[i] = { tenant = tenant, list = prefix .. 'ready:' .. sink .. ':' .. tenant, room = room, at = 0, waiting = {} }
 end
 
-local count_taken, progress = 0, true
-while count_taken < most and progress do
+-- Of what was called off meanwhile, which stands here still, a call passes so many.
+local PASSED = 1000
+local count_taken, passed, progress = 0, 0, true
+while count_taken < most and passed < PASSED and progress do
   progress = false
   for i = 1, #queues do
     local q = queues[i]
@@ -126,6 +128,8 @@ while count_taken < most and progress do
           commit()
           taken[#taken + 1], taken[#taken + 2], taken[#taken + 3] = m.id, m.attempt, m.bucket
           count_taken, q.room = count_taken + 1, q.room - 1
+        else
+          passed = passed + 1
         end
       end
     end

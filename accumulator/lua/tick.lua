@@ -5,7 +5,7 @@
 -- KEYS[1] -> <ns>:{<p>}:timers
 -- derived -> as accept, and orphans inflight attention unrecorded effects:<w> stages:<w> checkpoint:<k> ladderargs:<l>
 -- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere
--- ARGV[2] -> how many timers at the most
+-- ARGV[2] -> how many timers at the most; fewer where these write much
 -- reply   -> {timers handled, the next due instant or -1, windows closed, timers whose record is not to be seen,
 --            what went wrong with one of them, or '', the instant of this call}
 -- cost    -> O(limit * log open windows)
@@ -73,16 +73,20 @@ local function handle(member)
   end
 end
 
-for i = 1, #due do
-  local ok, problem = pcall(handle, due[i])
+-- A timer may be a ladder's whose hundred steps are due at once: what is left is for the next call.
+local ENOUGH = 3000
+local handled = 0
+while handled < #due and written < ENOUGH do
+  handled = handled + 1
+  local ok, problem = pcall(handle, due[handled])
   if not ok then
     -- One bucket that can't be closed must not keep the others from it.
     journal, ahead, listed, flights = {}, 1, {}, {}
     count('anomalies')
-    call('ZADD', KEYS[1], now + 10000, due[i])
+    call('ZADD', KEYS[1], now + 10000, due[handled])
     failure = type(problem) == 'table' and problem.err or problem
   end
 end
 finish()
 local next_due = call('ZRANGE', KEYS[1], 0, 0, 'WITHSCORES')[2]
-return { #due, next_due or '-1', closed, orphans, failure or '', format('%d', now) }
+return { handled, next_due or '-1', closed, orphans, failure or '', format('%d', now) }

@@ -36,10 +36,12 @@ local function put_first(...)
   ahead = ahead + 1
 end
 
+local written = 0 -- commands, by which a script knows how long it runs
 local function commit()
   for i = 1, #journal do
     call(unpack(journal[i]))
   end
+  written = written + #journal
   journal, ahead = {}, 1
 end
 
