@@ -32,7 +32,8 @@ class Program:
     def lines(self) -> list[dict[str, Any]]:
         """Its log so far; whole lines."""
         text = self.log.read_bytes()
-        return [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
+        # RQ's own lines are no JSON.
+        return [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines() if line.startswith(b"{")]
 
     def said(self, event: str) -> list[dict[str, Any]]:
         return [line for line in self.lines() if line["event"] == event]
