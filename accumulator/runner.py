@@ -157,9 +157,6 @@ class Attempt:
     def handle(self) -> Ending:
         """Runs the handler to its end, whichever that is; not where the attempt was given up before it began."""
         try:
-            with self._lock:
-                if self._ended:
-                    return Ending("lost", "given_up")
             if self._handler is not None:
                 self._read_others()
                 return self._handle(self._handler)
@@ -198,7 +195,10 @@ class Attempt:
         if seconds <= 0:
             return Ending("returned", "BeganLate", 1_000)
         ctx = self._context(handler, seconds)
-        self.deadline = monotonic() + seconds
+        with self._lock:
+            if self._ended:
+                return Ending("lost", "given_up")
+            self.deadline = monotonic() + seconds
         try:
             odd = next((m.anomaly for m in self._group if m.anomaly), None)
             if odd is not None:

@@ -1555,6 +1555,28 @@ def test_an_attempt_that_is_given_up_before_it_is_handled_is_not(life: Life) -> 
     assert life.story(window_id)[-1][1:] == ("retrying", 1, "Stopped")
 
 
+def test_an_attempt_that_is_given_up_while_its_manifests_are_read_is_not_handled(
+    life: Life, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handled: list[str] = []
+    handler("f")(lambda ctx: handled.append(ctx.bucket_key))
+    life.policy(handover="together")
+    life.close("e1")
+    life.close("e2")
+    [attempt], _ = begin([Attempt(life.acc, *taken) for taken in life.take()])
+    read = life.ops.manifest
+
+    def stopped(window_id: str) -> Operation[Manifest | None]:
+        attempt.give_up("Stopped")
+        return read(window_id)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(life.ops, "manifest", stopped)
+        assert settle([(attempt, attempt.handle())]) == {}
+    assert handled == []
+    assert life.states() == ["retrying"] * 2
+
+
 def test_a_thread_that_was_replaced_begins_nothing_more(life: Life, caplog: pytest.LogCaptureFixture) -> None:
     """What waits behind the one it was at goes back, and nobody is warned of that."""
     slot = _Slot(1)
