@@ -190,9 +190,9 @@ class _Watchdog:
 
 
 def run_handlers(settings: Settings, config: Config, threads: int) -> None:
-    """Runs handlers of flows with the sink `direct` in this process, `threads` at a time, until SIGTERM or until one is
-    past its timeout: then its attempt is settled, the others are finished or given back, and the process ends with
-    OVERDUE. Raises AccumulatorError where it can't begin."""
+    """Runs handlers of flows with the sink `direct` in this process, `threads` at a time, until SIGTERM or SIGINT,
+    or until one is past its timeout: then its attempt is settled, the others are finished or given back, and the
+    process ends with OVERDUE. Raises AccumulatorError where it can't begin."""
     with Accumulator.from_settings(settings) as accumulator:
         runner = DirectRunner(
             accumulator,
@@ -203,7 +203,7 @@ def run_handlers(settings: Settings, config: Config, threads: int) -> None:
             expendable=True,
         )
         load_handlers(config.handlers)
-        with stopped_by(runner.stop, signal.SIGTERM):  # whatever the modules of the handlers made of it
+        with stopped_by(runner.stop, signal.SIGTERM, signal.SIGINT):  # whatever the modules of the handlers made of it
             accumulator.store.perform(accumulator.operations.connect())
             threading.Thread(target=watchdog.keep, daemon=True).start()
             runner.run()

@@ -143,28 +143,30 @@ class Attempt:
         return Ask(self.window_id, self.attempt, lease, handler.max_attempts, handler.spread())
 
     def granted(self, state: str, handled: Manifest | Emission | None) -> bool:
-        """Takes what was answered to that; whether it may go on. Raises ServerError."""
+        """Takes what was answered to that; whether it may go on."""
         if handled is None:
             self.log.debug("not_granted", state=state)
             return False
         if isinstance(handled, Emission):
             self._emission = handled
         else:
-            self._group = self._hand_over(handled)
+            self._group = (handled,)
         return True
 
     def handle(self) -> Ending:
         """Runs the handler to its end, whichever that is; not where the attempt was given up before it began."""
         try:
-            with self._lock:
-                if self._ended:
-                    return Ending("lost", "given_up")
             if self._handler is not None:
+                self._read_others()
                 return self._handle(self._handler)
             if not self._missing:
                 return Ending("confirmed", "no_handler")  # nobody wants to know
             self.log.error("handler_missing")
             return Ending("returned", "HandlerMissing", self._pause())
+        except ServerError as problem:
+            return Ending("returned", cause_of(problem), 1_000)
+        except AccumulatorError as problem:
+            return _unreadable(problem)
         finally:
             self.deadline = None
 
@@ -172,17 +174,19 @@ class Attempt:
         """ms until somebody else may be there who can handle it."""
         return min(600_000, 5_000 << min(self.attempt - 1, 10))
 
-    def _hand_over(self, manifest: Manifest) -> tuple[Manifest, ...]:
-        """All manifests of this hand-over, the oldest first."""
-        if not manifest.joined:
-            return (manifest,)
+    def _read_others(self) -> None:
+        """All manifests of this hand-over, the oldest first: those that were joined are read only now, since many may
+        begin at once. Raises AccumulatorError."""
+        joined = self._group[-1].joined if self._group else ()
+        if not joined:
+            return
         store, operations = self.accumulator.store, self.accumulator.operations
 
         def read() -> list[Manifest | None]:
-            return [answer(found) for found in store.perform(together(map(operations.manifest, manifest.joined)))]
+            return [answer(found) for found in store.perform(together(map(operations.manifest, joined)))]
 
-        others = _keep_trying(read, PATIENCE)
-        return (*sorted((m for m in others if m is not None), key=lambda m: m.window_version), manifest)
+        others = [other for other in _keep_trying(read, PATIENCE) if other is not None]
+        self._group = (*sorted(others, key=lambda m: m.window_version), *self._group)
 
     def _handle(self, handler: Handler) -> Ending:
         # An answer to `begin` that came late has used some of the lease up: the handler must not outlive it.
@@ -190,7 +194,10 @@ class Attempt:
         if seconds <= 0:
             return Ending("returned", "BeganLate", 1_000)
         ctx = self._context(handler, seconds)
-        self.deadline = monotonic() + seconds
+        with self._lock:
+            if self._ended:
+                return Ending("lost", "given_up")
+            self.deadline = monotonic() + seconds
         try:
             odd = next((m.anomaly for m in self._group if m.anomaly), None)
             if odd is not None:
@@ -320,10 +327,8 @@ def begin(attempts: Sequence[Attempt]) -> tuple[list[Attempt], list[Attempt]]:
                 later.append(attempt)
             elif attempt.granted(*answer(found)):
                 going.append(attempt)
-        except ServerError as problem:
-            broken.append((attempt, Ending("returned", cause_of(problem), 1_000)))
         except AccumulatorError as problem:
-            broken.append((attempt, Ending("failed", cause_of(problem), 60_000, text=str(problem))))
+            broken.append((attempt, _unreadable(problem)))
     settle(broken)
     return going, later
 
@@ -369,6 +374,10 @@ def _tell(ended: Sequence[tuple[Attempt, Ending]]) -> Sequence[str | Accumulator
             if isinstance(each, AccumulatorError) and not isinstance(each, ServerError):
                 [told[i]] = _tell([ended[i]])
     return told
+
+
+def _unreadable(problem: AccumulatorError) -> Ending:
+    return Ending("failed", cause_of(problem), 60_000, text=str(problem))
 
 
 def _must_load(ctx: Context) -> bool:

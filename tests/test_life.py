@@ -15,7 +15,7 @@ import accumulator.handlers
 from accumulator import runner
 from accumulator.attempts import Ask, Grant, Settlement
 from accumulator.context import Context
-from accumulator.errors import InvalidInput
+from accumulator.errors import AccumulatorError, InternalError, InvalidInput, ServerUnavailable
 from accumulator.handlers import (
     PermanentError,
     RetryLater,
@@ -23,8 +23,9 @@ from accumulator.handlers import (
     find_handler,
     handler,
 )
-from accumulator.manifest import SETTLED, TOGETHER
+from accumulator.manifest import SETTLED, TOGETHER, Manifest
 from accumulator.runner import Attempt, _Slot, begin, run_attempt, settle
+from accumulator.store import Operation
 from tests.conftest import MakeClient, StartServer, event
 from tests.life import DAY, KEY, LEASE, OTHER, TOKEN, WATCH, Life
 
@@ -1554,6 +1555,28 @@ def test_an_attempt_that_is_given_up_before_it_is_handled_is_not(life: Life) -> 
     assert life.story(window_id)[-1][1:] == ("retrying", 1, "Stopped")
 
 
+def test_an_attempt_that_is_given_up_while_its_manifests_are_read_is_not_handled(
+    life: Life, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handled: list[str] = []
+    handler("f")(lambda ctx: handled.append(ctx.bucket_key))
+    life.policy(handover="together")
+    life.close("e1")
+    life.close("e2")
+    [attempt], _ = begin([Attempt(life.acc, *taken) for taken in life.take()])
+    read = life.ops.manifest
+
+    def stopped(window_id: str) -> Operation[Manifest | None]:
+        attempt.give_up("Stopped")
+        return read(window_id)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(life.ops, "manifest", stopped)
+        assert settle([(attempt, attempt.handle())]) == {}
+    assert handled == []
+    assert life.states() == ["retrying"] * 2
+
+
 def test_a_thread_that_was_replaced_begins_nothing_more(life: Life, caplog: pytest.LogCaptureFixture) -> None:
     """What waits behind the one it was at goes back, and nobody is warned of that."""
     slot = _Slot(1)
@@ -1594,3 +1617,38 @@ def test_an_error_that_ends_what_reads_it(life: Life) -> None:
     window_id = life.close("e1")
     assert life.work() == [(window_id, "failed")]
     assert life.manifest(window_id).error == "Unprintable: (its message can't be read)"
+
+
+@pytest.mark.parametrize(
+    ("problem", "state"), [(ServerUnavailable("away"), "retrying"), (InternalError("odd"), "dead"), (None, "confirmed")]
+)
+def test_those_handed_over_together_are_read_when_it_is_their_turn(
+    life: Life, monkeypatch: pytest.MonkeyPatch, problem: AccumulatorError | None, state: str
+) -> None:
+    """Not when many begin: each of these may have its hundreds."""
+    seen: list[int] = []
+    handler("f", max_attempts=1)(lambda ctx: seen.append(len(ctx.manifests)))
+    life.policy(handover="together")
+    for n in range(3):
+        life.close(f"a{n}", key="t:f:1")
+        life.close(f"b{n}", key="t:f:2")
+    before = life.client.info("commandstats")["cmdstat_hgetall"]["calls"]
+    granted, _ = begin([Attempt(life.acc, *taken) for taken in life.take(2)])
+    assert len(granted) == 2
+    read = life.client.info("commandstats")["cmdstat_hgetall"]["calls"] - before
+    assert read == 2
+
+    def fail(_: str) -> Operation[Manifest | None]:
+        assert problem is not None
+        raise problem
+        yield []
+
+    monkeypatch.setattr(runner, "PATIENCE", 0)
+    with monkeypatch.context() as patch:
+        if problem is not None:
+            patch.setattr(life.ops, "manifest", fail)
+        endings = [(attempt, attempt.handle()) for attempt in granted]
+    settle(endings)
+    assert seen == ([] if problem else [3, 3])
+    assert life.states("t:f:1") == life.states("t:f:2") == [state] * 3
+    assert [life.manifest(attempt.window_id).failures for attempt in granted] == [int(state == "dead")] * 2
