@@ -32,6 +32,7 @@ _SCHEMES: Final[dict[str, Kind]] = {
 }
 _PORTS: Final[dict[Kind, int]] = {"server": 6379, "cluster": 6379, "sentinel": 26379}
 _HINT: Final = "in a password, / ? # @ : and % are percent-encoded (/ is %2F)"
+_THREE_SLASHES: Final = "must hold three slashes before the socket: unix:///path"
 _UNREADABLE: Final = f"can't be read as a URL; {_HINT}"
 _DIGITS: Final = re.compile(r"[0-9]{1,9}")
 _SERVICE: Final = re.compile(r"[A-Za-z0-9._-]{1,200}")
@@ -118,9 +119,6 @@ def address_problem(url: str) -> str | None:
     if len(hosts) > MAX_HOSTS:
         return f"must name at most {MAX_HOSTS} hosts"
     return _path_problem(kind, parts)
-
-
-_THREE_SLASHES: Final = "must hold three slashes before the socket: unix:///path"
 
 
 def _path_problem(kind: Kind, parts: SplitResult) -> str | None:

@@ -218,12 +218,7 @@ class Attempts(Namespace):
 
     def uses(self, sink: str) -> Operation[bool]:
         """Whether a flow's latest policy has that sink, or a manifest of it is ready."""
-        yield from self.connect()
-        replies = yield [Call(("HGETALL", keys.meta(self.namespace)))]
-        part = f'"sink":"{sink}"'.encode()
-        if any(name.startswith(b"flow:") and part in policy for name, policy in as_pairs(replies[0])):
-            return True
-        return any((yield from self.waiting(sink)))
+        return bool((yield from self.flows(sink))) or any((yield from self.waiting(sink)))
 
     def waiting(self, sink: str) -> Operation[list[int]]:
         """How many tenants have manifests of a sink ready, for each partition."""

@@ -36,17 +36,6 @@ from accumulator.errors import (
     UnknownFlow,
 )
 
-__all__ = [
-    "FAULTS",
-    "AsyncCluster",
-    "SyncCluster",
-    "async_client",
-    "find_primary",
-    "sync_client",
-    "sync_pool",
-    "translate",
-]
-
 P = TypeVar("P", bound=redis.ConnectionPool)
 
 FAULTS: Final = (faults.RedisError, faults.RedisClusterException, OSError)

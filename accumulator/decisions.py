@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from accumulator import keys
-from accumulator.envelope import Event, flow_of, packed_again
+from accumulator.envelope import Event, flow_of, packed_again, tenant_of
 from accumulator.errors import InvalidInput
 from accumulator.namespace import PAGE, Namespace
 from accumulator.store import Call, Operation, answer, as_pairs, as_stream
@@ -157,7 +157,7 @@ class Decisions(Namespace):
                 together: dict[str, int] = {}
                 for window_id, reply in zip(some, replies, strict=True):
                     held, key, leader = (value and value.decode() for value in answer(reply))
-                    if held in wanted and tenant in (None, key.split(":", 1)[0]) and flow in (None, flow_of(key)):
+                    if held in wanted and tenant in (None, tenant_of(key)) and flow in (None, flow_of(key)):
                         decided = leader or window_id
                         together[decided] = together.get(decided, 0) + 1
                 replies = yield [

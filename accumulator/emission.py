@@ -9,6 +9,7 @@ from hashlib import blake2b
 from itertools import count, takewhile
 from typing import Any, Final, NamedTuple
 
+from accumulator.envelope import flow_of
 from accumulator.errors import InternalError
 from accumulator.ladders import ESCALATE, Ladder
 from accumulator.manifest import Timeline, read_timeline
@@ -120,7 +121,7 @@ class Emission:
     @property
     def flow(self) -> str:
         """Second part of the bucket key, as it stands there."""
-        return self.bucket_key.split(":", 2)[1]
+        return flow_of(self.bucket_key)
 
 
 Fields = Mapping[bytes, bytes]

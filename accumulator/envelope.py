@@ -221,6 +221,11 @@ def split_bucket_key(key: str) -> tuple[str, ...]:
     return tuple(_ESCAPES.sub(decode, part) for part in key.split(":"))
 
 
+def tenant_of(bucket_key: str) -> str:
+    """First part of a bucket key, as it stands there (percent-encoded)."""
+    return bucket_key.split(":", 1)[0]
+
+
 def flow_of(bucket_key: str) -> str:
     """Second part of a bucket key, as it stands there (percent-encoded)."""
     return bucket_key.split(":", 2)[1]

@@ -34,12 +34,10 @@ from typing import Any, Final, TypeVar
 
 from accumulator.emission import Emission
 from accumulator.errors import HandlerMissing, InvalidInput, InvalidSettings
-from accumulator.policy import Policy, duration_option
+from accumulator.policy import HANDLED_SINKS, Policy, duration_option
 
 DEFAULT: Final = "default"
 STAGES: Final = ("load", "interpret", "propose", "revalidate", "approve", "execute", "verify", "confirm")
-HANDLED_SINKS: Final = frozenset({"rq", "direct"})
-"""Sinks that need a handler."""
 
 _MAX_ATTEMPTS: Final = 1000
 

@@ -15,8 +15,10 @@ import orjson
 
 from accumulator import keys
 from accumulator.emission import bucket_of, is_emission
+from accumulator.envelope import flow_of
 from accumulator.errors import AccumulatorError
-from accumulator.store import Call, Operation, Reply, answer, as_pairs, as_stream
+from accumulator.policy import HANDLED_SINKS
+from accumulator.store import Call, Operation, Reply, answer, as_instant, as_pairs, as_stream
 
 BEAT: Final = 5.0
 """s between a worker's signs of life."""
@@ -30,7 +32,6 @@ UNSETTLED: Final = 600_000
 """ms after which a manifest that is not settled, and waits for no person, says that nobody gets it done."""
 PATIENCE: Final = 86_400_000
 """ms after which what waits for a person says that nobody looks."""
-SINKS: Final = ("rq", "direct", "webhook")
 ROLE_OF: Final = {"rq": "dispatcher", "direct": "runner", "webhook": "webhook"}
 """Sink → the role that takes its manifests."""
 
@@ -227,14 +228,9 @@ def _workers(pairs: Iterable[tuple[Any, Any]], now: int) -> Iterator[WorkerSeen]
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
-def read_setup() -> Operation[tuple[list[str], list[str]]]:
-    """What of the server's set-up loses what it accepted, and what may: problems and warnings."""
-    problems, warnings, _ = yield from _read_setup()
-    return problems, warnings
-
-
-def _read_setup() -> Operation[tuple[list[str], list[str], bool]]:
-    """The same, and whether it is a cluster."""
+def read_setup() -> Operation[tuple[list[str], list[str], bool]]:
+    """What of the server's set-up loses what it accepted, and what may: problems and warnings; and whether it is a
+    cluster, of which one node is looked at."""
     replies = yield [Call(("INFO",)), Call(("CONFIG", "GET", "save"))]
     facts = replies[0]
     if isinstance(facts, AccumulatorError) or not isinstance(facts, Mapping):
@@ -269,7 +265,7 @@ def read_health(
 ) -> Operation[Health]:
     """Reads and judges. `instant` is that of a virtual clock, or empty; `ceilings` are `max_unsettled` and
     `max_reconcile`."""
-    problems, warnings, cluster = yield from _read_setup()
+    problems, warnings, cluster = yield from read_setup()
     probe = Call.run("show", keys.timers(prefixes[0]), instant, "health:health:0")
     replies = yield [
         Call(("TIME",)),
@@ -279,7 +275,7 @@ def read_health(
     ]
     if isinstance(replies[3], AccumulatorError):
         problems.append(f"scripts can't run: {replies[3]}")
-    now = _instant(replies[0]) if instant == "" else int(instant)
+    now = as_instant(replies[0]) // 1000 if instant == "" else int(instant)
     signs = as_pairs(replies[2])
     workers = tuple(sorted(_workers(signs, now), key=lambda worker: (worker.age, worker.worker_id)))
     sinks = sinks_of(replies[1])
@@ -351,13 +347,6 @@ def read_health(
     )
 
 
-def _instant(reply: Reply) -> int:
-    """ms of TIME; of several nodes, the one that is furthest."""
-    told = answer(reply)
-    nodes = told.values() if isinstance(told, Mapping) else [told]
-    return max(int(seconds) * 1000 + int(micros) // 1000 for seconds, micros in nodes)
-
-
 def _judge_workers(
     workers: Sequence[WorkerSeen], sinks: Mapping[str, str], warnings: list[str], cluster: bool
 ) -> Iterator[str]:
@@ -396,10 +385,10 @@ def _judge_ladders(
     able = {name for worker in alive if {"rq", "dispatcher", "runner"} & set(worker.roles) for name in worker.ladders}
     names = {name.decode().removeprefix("ladder:") for name, _ in as_pairs(meta) if name.startswith(b"ladder:")}
     without = names - able
-    if not alive or not without or not set(sinks.values()) & {"rq", "direct"}:
+    if not alive or not without or not HANDLED_SINKS & set(sinks.values()):
         return []
     spared: set[str] = set()
-    if set(sinks.values()) - {"rq", "direct"}:
+    if set(sinks.values()) - HANDLED_SINKS:
         listed = yield [Call(("ZRANGE", keys.ladders(prefix, "running"), 0, _SAMPLE - 1)) for prefix in prefixes]
         runs = [(prefix, one.decode()) for prefix, reply in zip(prefixes, listed, strict=True) for one in answer(reply)]
         facts = yield [Call(("HGETALL", keys.ladder(prefix, one))) for prefix, one in runs]
@@ -407,8 +396,8 @@ def _judge_ladders(
         for reply in facts:
             run = {name.decode(): value.decode() for name, value in as_pairs(reply)}
             if run:
-                flow = bucket_of(run).split(":", 2)[1]
-                needs = sinks.get(flow, sinks.get("default")) in ("rq", "direct")
+                flow = flow_of(bucket_of(run))
+                needs = sinks.get(flow, sinks.get("default")) in HANDLED_SINKS
                 (needing if needs else spared).add(run["name"])
         spared -= needing
     without -= spared
@@ -443,7 +432,7 @@ def _columns(prefixes: Sequence[str], now: int) -> Operation[_Columns]:
             "people": Call(("ZRANGE", keys.attention(prefix), 0, _PEOPLE - 1, "WITHSCORES")),
             "items": Call(("XLEN", keys.reconcile(prefix))),
             "item": Call(("XRANGE", keys.reconcile(prefix), "-", "+", "COUNT", 1)),
-            **{sink: Call(("LRANGE", keys.tenants(prefix, sink), 0, -1)) for sink in SINKS},
+            **{sink: Call(("LRANGE", keys.tenants(prefix, sink), 0, -1)) for sink in ROLE_OF},
         }
 
     rows = [calls(prefix) for prefix in prefixes]
@@ -520,11 +509,11 @@ def _line(prefix: str, name: str, bucket_key: str) -> str:
 def _ready(prefixes: Sequence[str], columns: _Columns) -> Operation[dict[str, int]]:
     lists = [
         (sink, keys.ready(prefix, sink, tenant.decode()))
-        for sink in SINKS
+        for sink in ROLE_OF
         for prefix, reply in zip(prefixes, columns[sink], strict=True)
         for tenant in answer(reply)
     ]
-    ready = dict.fromkeys(SINKS, 0)
+    ready = dict.fromkeys(ROLE_OF, 0)
     if lists:
         lengths = yield [Call(("LLEN", name)) for _, name in lists]
         for (sink, _), length in zip(lists, lengths, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 from accumulator import keys
@@ -13,7 +13,7 @@ from accumulator.errors import InvalidInput, NamespaceMismatch, UnknownFlow
 from accumulator.health import Health, read_health, read_setup
 from accumulator.manifest import Contents, Manifest, replay
 from accumulator.policy import Policy, shown
-from accumulator.store import Call, Operation, answer, as_pairs, as_stream
+from accumulator.store import Call, Operation, answer, as_instant, as_pairs, as_stream
 
 FORMAT: Final = 1
 """Version of the storage format; a namespace with a higher one is refused."""
@@ -146,9 +146,7 @@ class Namespace:
         if self._clock is not None:
             return self._clock() * 1000
         replies = yield [Call(("TIME",))]
-        reply = answer(replies[0])
-        nodes = reply.values() if isinstance(reply, Mapping) else [reply]
-        return max(int(seconds) * 1_000_000 + int(micros) for seconds, micros in nodes)
+        return as_instant(replies[0])
 
     def now(self) -> Operation[int]:
         """The same in ms."""
@@ -222,11 +220,7 @@ class Namespace:
         return loaded
 
     def _install(self, flow: str, version: int, policy: Policy) -> Operation[None]:
-        now = self._now()
-        if now == "":
-            replies = yield [Call(("TIME",))]
-            now = int(answer(replies[0])[0]) * 1000
-        fields = policy.fields(version, int(now))
+        fields = policy.fields(version, (yield from self.now()))
         rules = fields.pop(str(version))
         rest = [part for pair in fields.items() for part in pair]
         replies = yield [
@@ -326,7 +320,7 @@ class Namespace:
 
     def server_warnings(self) -> Operation[list[str]]:
         """What of the server's set-up may lose what it accepted, a sentence each."""
-        problems, warnings = yield from read_setup()
+        problems, warnings, _ = yield from read_setup()
         return problems + warnings
 
     def _contents(self, stream: str, bucket_key: str, kept: bytes | None) -> Operation[Contents]:

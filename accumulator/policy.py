@@ -31,6 +31,8 @@ __all__ = [
 
 DEFAULT_FLOW: Final = "default"
 """The flow whose policy serves every flow that has none of its own."""
+HANDLED_SINKS: Final = frozenset({"rq", "direct"})
+"""Sinks that need a handler."""
 
 DAY_MS: Final = 86_400_000
 MAX_DURATION_MS: Final = 3650 * DAY_MS

@@ -100,10 +100,8 @@ class Processes(Role):
             process.send_signal(how)
         until = monotonic() + seconds
         for process in left:
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - monotonic()))
-            except subprocess.TimeoutExpired:
-                continue
 
 
 def _sweep(process: subprocess.Popen[bytes]) -> None:
@@ -179,7 +177,7 @@ class _Watchdog:
         """A sign of life."""
         with self._lock:
             now = monotonic()
-            signal.setitimer(signal.ITIMER_REAL, max(now, *self._until, now) - now + self.MARGIN)
+            signal.setitimer(signal.ITIMER_REAL, max([now, *self._until]) - now + self.MARGIN)
 
     def keep(self) -> None:
         """Gives signs of life for as long as the process lives."""

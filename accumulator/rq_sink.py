@@ -30,6 +30,7 @@ from accumulator.attempts import Taken
 from accumulator.client import Accumulator
 from accumulator.connections import sync_pool, translate
 from accumulator.emission import is_emission
+from accumulator.envelope import flow_of
 from accumulator.errors import HandlerMissing
 from accumulator.handlers import Timeout, find_handler, load_handlers, longest_step
 from accumulator.health import BEAT, RqQueue
@@ -112,7 +113,7 @@ class Dispatcher(Role):
             self._held += found
         self.trouble.over()
         # With its hands full it listens all the same, for those whose turn is next.
-        self._turns.listen(0.0 if self._held else Turns.FULL if self._turns.waiting else SLICE)
+        self._turns.listen(0.0 if self._held else InFlight.FULL if self._turns.waiting else SLICE)
 
     def close(self) -> None:
         self._turns.close()
@@ -148,7 +149,7 @@ class Dispatcher(Role):
     def _enqueue(self) -> None:
         jobs: dict[str, list[Any]] = {}
         for taken in self._held:
-            flow = taken.bucket_key.split(":", 2)[1]
+            flow = flow_of(taken.bucket_key)
             options = self._options(flow)
             jobs.setdefault(options.queue or self._usual, []).append(_job(taken, flow, options))
         for name, some in jobs.items():

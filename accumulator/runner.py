@@ -20,6 +20,7 @@ from accumulator.attempts import Ask, Grant, Settlement
 from accumulator.client import Accumulator
 from accumulator.context import Context, LeaseLost, NeedsApproval, StepContext, Uncertain, Work
 from accumulator.emission import Emission, is_emission
+from accumulator.envelope import flow_of
 from accumulator.errors import AccumulatorError, HandlerMissing, ServerError
 from accumulator.handlers import (
     Diverged,
@@ -107,7 +108,7 @@ class Attempt:
     def log(self) -> BoundLogger:
         log: BoundLogger = _log.bind(window_id=self.window_id, attempt=self.attempt)
         if self.bucket_key is not None:
-            log = log.bind(flow=self.bucket_key.split(":", 2)[1], bucket_key=self.bucket_key)
+            log = log.bind(flow=flow_of(self.bucket_key), bucket_key=self.bucket_key)
         return log if self._emission is None else log.bind(ladder=self._emission.ladder)
 
     def run(self) -> str | None:
@@ -130,7 +131,7 @@ class Attempt:
             return None
         try:
             if self._emission is None:
-                self._handler = self._find(self.bucket_key.split(":", 2)[1])
+                self._handler = self._find(flow_of(self.bucket_key))
             else:
                 self._handler = self._find_step(self._emission)
         except HandlerMissing:
@@ -218,10 +219,10 @@ class Attempt:
     def give_up(self, cause: str) -> str | None:
         """Ends the attempt from another thread while its handler still runs, or before it does: what that does from now
         on changes nothing. None where it ended by itself meanwhile."""
-        if self.deadline is None or not self.claim():
+        if self.deadline is None:
             return None
         ending = self._failed(cause) if cause != "Stopped" else Ending("returned", cause, 1_000)
-        return _settle([(self, ending)]).get(self)
+        return settle([(self, ending)]).get(self)
 
     def claim(self) -> bool:
         """Whether the caller is the first to end it."""
@@ -340,14 +341,11 @@ def settle(ended: Sequence[tuple[Attempt, Ending]]) -> dict[Attempt, str]:
     for attempt, ending in claimed:
         if ending.name == "lost":
             attempt.log.warning("lease_lost")
-    return _settle([(attempt, ending) for attempt, ending in claimed if ending.name != "lost"])
-
-
-def _settle(ended: Sequence[tuple[Attempt, Ending]]) -> dict[Attempt, str]:
+    left = [(attempt, ending) for attempt, ending in claimed if ending.name != "lost"]
     names, pause = {}, 0.05
-    while ended:
+    while left:
         again, refused = [], False
-        for (attempt, ending), told in zip(ended, _tell(ended), strict=True):
+        for (attempt, ending), told in zip(left, _tell(left), strict=True):
             if told == "done":
                 names[attempt] = ending.name
             other = attempt.answered(ending, told, pause)
@@ -357,7 +355,7 @@ def _settle(ended: Sequence[tuple[Attempt, Ending]]) -> dict[Attempt, str]:
         if refused:
             threading.Event().wait(pause)
             pause = min(1.0, pause * 2)
-        ended = again
+        left = again
     return names
 
 

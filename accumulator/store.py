@@ -20,7 +20,7 @@ import redis.asyncio
 from redis import exceptions as faults
 
 from accumulator.connections import FAULTS, AsyncCluster, SyncCluster, async_client, sync_client, translate
-from accumulator.errors import AccumulatorError, InvalidSettings, ServerError
+from accumulator.errors import AccumulatorError, InvalidSettings
 from accumulator.scripts import Script, script
 
 if TYPE_CHECKING:
@@ -326,21 +326,13 @@ def as_pairs(reply: Reply) -> list[tuple[Any, Any]]:
     return list(zip(reply[::2], reply[1::2], strict=True))
 
 
+def as_instant(reply: Reply) -> int:
+    """µs since the epoch, of TIME; where several nodes answer, of the clock that is furthest."""
+    reply = answer(reply)
+    nodes = reply.values() if isinstance(reply, Mapping) else [reply]
+    return max(int(seconds) * 1_000_000 + int(micros) for seconds, micros in nodes)
+
+
 def as_stream(reply: Reply) -> list[tuple[bytes, list[tuple[bytes, bytes]]]]:
     """Entries of a stream with their fields in order."""
     return [(entry[0], as_pairs(entry[1])) for entry in answer(reply) or []]
-
-
-__all__ = [
-    "AsyncStore",
-    "Call",
-    "Operation",
-    "Reply",
-    "Round",
-    "ServerError",
-    "Store",
-    "answer",
-    "as_pairs",
-    "as_stream",
-    "translate",
-]

@@ -12,9 +12,8 @@ A pytest plugin, so its fixtures are there without an import::
         assert manifest.close_reason == "inactivity"
 
 It runs the scripts that run in production, in this process and within milliseconds; `handle_waiting` runs handlers. The
-fake needs the extra
-``testing`` (``pip install 'event-accumulator[testing]'``); without it everything else of pytest works, and the fixture
-says what is missing. A real server under the same clock::
+fake needs the extra ``testing`` (``pip install 'event-accumulator[testing]'``); without it everything else of pytest
+works, and the fixture says what is missing. A real server under the same clock::
 
     clock.attach(Accumulator(url, namespace="test", clock=clock))
 """
@@ -121,7 +120,7 @@ def handle_waiting(accumulator: Accumulator) -> int:
     Handlers are those that were registered, by importing their module. What one raised is not raised here: it is in the
     state and the error of its manifest, and another attempt waits for the clock.
     """
-    from accumulator.handlers import HANDLED_SINKS
+    from accumulator.policy import HANDLED_SINKS
     from accumulator.runner import WATCH, run_attempt
 
     operations, perform = accumulator.operations, accumulator.store.perform

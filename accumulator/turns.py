@@ -19,14 +19,11 @@ from typing import Final
 
 from accumulator.attempts import Taken
 from accumulator.client import Accumulator
+from accumulator.envelope import tenant_of
 from accumulator.role import SILENCE, read_wake, server_offset
 
 DEFAULT: Final = "default"
 _NO_LIMIT: Final = 1 << 40
-
-
-def _tenant(bucket_key: str) -> str:
-    return bucket_key.split(":", 1)[0]
 
 
 class InFlight:
@@ -80,7 +77,7 @@ class InFlight:
         if not limits:
             return [], {}
         found, left = perform(operations.take_of(partition, sink, limits, count, watch_ms, token, list(counts)))
-        taken = Counter(_tenant(one.bucket_key) for one in found)
+        taken = Counter(tenant_of(one.bucket_key) for one in found)
         for tenant, counted in counts.items():
             if sum(counted) + taken[tenant] >= (self.limit(tenant) or 0):
                 self._full[tenant] = monotonic() + self.FULL
@@ -89,12 +86,14 @@ class InFlight:
     def pause(self) -> float:
         """s until something of a tenant may be taken again."""
         now = monotonic()
-        self._full = {tenant: until for tenant, until in self._full.copy().items() if until > now}  # others write to it
-        return min([until - now for until in self._full.copy().values()], default=self.FULL)
+        full = {tenant: until for tenant, until in self._full.copy().items() if until > now}  # others write to it
+        pause = min((until - now for until in full.values()), default=self.FULL)
+        self._full = full
+        return pause
 
     def ended(self, bucket_key: str) -> None:
         """One that was taken here is not in flight any more."""
-        self._full.pop(_tenant(bucket_key), None)
+        self._full.pop(tenant_of(bucket_key), None)
 
 
 class Turns:
@@ -106,8 +105,6 @@ class Turns:
 
     LOOK: Final = 1.0
     IDLE: Final = 2.0
-    FULL: Final = InFlight.FULL
-    """s in which tenants at their limit may have room again."""
     GATHER: Final = 0.005
     """s in which news are gathered, so that not each costs a call."""
 

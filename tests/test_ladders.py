@@ -20,6 +20,7 @@ from pydantic import SecretStr
 
 import accumulator.handlers
 from accumulator import keys, simulate
+from accumulator.attempts import Taken
 from accumulator.client import Accumulator, AsyncAccumulator
 from accumulator.context import StepContext
 from accumulator.embedded import EmbeddedServer
@@ -28,7 +29,6 @@ from accumulator.errors import InvalidInput, InvalidLadder, UnknownFlow, Unknown
 from accumulator.handlers import PermanentError, on_cancelled, on_escalated, step_handler
 from accumulator.ladder_operations import LadderMoved, LadderStarted
 from accumulator.ladders import Ladder
-from accumulator.operations import Taken
 from accumulator.runner import run_attempt
 from accumulator.scripts import NAMES, script
 from accumulator.settings import Config, Settings

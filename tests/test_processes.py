@@ -207,7 +207,7 @@ def test_a_signal_lets_handlers_finish(
 def test_another_tenant_begins_within_three_durations(
     live: Accumulator, started: Callable[..., Any], out: Path, tmp_path: Path
 ) -> None:
-    """Each process counts what is in flight for itself."""
+    """The limit of a tenant holds over all processes, so that the others need not wait for its hundreds."""
     config = tmp_path / "config.yaml"
     config.write_text("handlers: [tests.sample_handlers]\nmax_in_flight: 4\n")
     flush(live, "who", out, 300, seconds=0.05)

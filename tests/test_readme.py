@@ -23,10 +23,10 @@ from accumulator.client import Accumulator, AsyncAccumulator
 from accumulator.context import Context, StepContext
 from accumulator.decisions import ATTENTION
 from accumulator.embedded import EmbeddedServer
-from accumulator.handlers import HANDLED_SINKS, STAGES, registered
+from accumulator.handlers import STAGES, registered
 from accumulator.health import sign_of_life
 from accumulator.manifest import SETTLED
-from accumulator.policy import OPTIONS
+from accumulator.policy import HANDLED_SINKS, OPTIONS
 from accumulator.runner import run_attempt
 from accumulator.settings import Config
 from accumulator.windows import Outcome
