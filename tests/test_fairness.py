@@ -147,7 +147,8 @@ def test_another_tenant_begins_within_three_durations(
             stage.pass_duration(4)
         assert durations <= 3
         assert stage.most["many"] <= 4
-        assert flying(crowd).get("many", 0) <= 4
+        if limits:  # without one, quick handlers are given some more at once
+            assert flying(crowd).get("many", 0) <= 4
 
 
 def test_another_tenant_begins_at_once_where_a_thread_is_free(

@@ -97,9 +97,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"payload": {"\ud83d": 1}}, "payload", "lone surrogate"),
     ({"payload": {1: "one"}}, "payload", "no text"),
     ({"payload": {"a": b"bytes"}}, "payload", "only a whole payload may be bytes"),
-    ({"payload": {"a": {1, 2}}}, "payload", "holds a set"),
-    ({"payload": object()}, "payload", "holds a object"),
-    ({"payload": datetime(2026, 1, 1, tzinfo=UTC)}, "payload", "holds a datetime"),
+    ({"payload": {"a": {1, 2}}}, "payload", "holds a value of type set"),
+    ({"payload": object()}, "payload", "holds a value of type object"),
+    ({"payload": datetime(2026, 1, 1, tzinfo=UTC)}, "payload", "holds a value of type datetime"),
     # what is no field
     ({"window_id": "x"}, "window_id", "not a field"),
     ({"Kind": "x"}, "Kind", "not a field"),
