@@ -92,7 +92,7 @@ def let_pass(accumulator: Accumulator, kind: str = "m:") -> int:
     for partition, prefix in enumerate(operations.prefixes):
         for member in client.zrange(timers(prefix), 0, -1):
             if member.startswith(kind.encode()):
-                client.zadd(timers(prefix), {member: soon})
+                client.zadd(timers(prefix), {member: soon}, xx=True)  # it may be settled by now
                 client.publish(operations.channel, f"{partition} {soon}")
                 moved += 1
     return moved
