@@ -72,11 +72,11 @@ def _which(tenant: str | None, flow: str | None) -> None:
 class Accumulator:
     """Pushes events and reads buckets, over a synchronous connection.
 
-    `server` is a URL, of a server (``redis://…``, ``unix://…``), a Redis Cluster (``redis+cluster://…``) or Sentinels
-    (``redis+sentinel://…``), each with ``rediss`` for TLS: of which a client of our own is made with `options` for
-    redis-py. Or an existing ``redis.Redis`` or ``RedisCluster``: any protocol, decoding or not. `namespace` and
-    `partitions` (None: what the namespace has, 64 for a new one) name the key space. `clock` (ms) puts a namespace
-    under a virtual clock: for tests only.
+    `server` is the URL of a server (``redis://…``, ``unix://…``), a Redis Cluster (``redis+cluster://…``) or Sentinels
+    (``redis+sentinel://…``; ``rediss`` for TLS), for which a client of our own is made with `options` for redis-py; or
+    an existing ``redis.Redis`` or ``RedisCluster``: any protocol, decoding or not. `namespace` and `partitions` (None:
+    what the namespace has, 64 for a new one) name the key space. `clock` (ms) puts a namespace under a virtual clock:
+    for tests only.
 
     Every method raises ServerUnavailable, ServerRefused or MissingRight where the server does not do it, and
     NamespaceMismatch where the namespace was made for something else; each is safe to repeat. Safe to share between

@@ -16,7 +16,9 @@ ATTENTION: Final = ("awaiting_approval", "uncertain", "dead", "reconciling")
 """States in which a manifest waits for somebody."""
 _TROUBLED: Final = frozenset({"dead", "uncertain", "reconciling"})
 UNSETTLED: Final = ("closed", "dispatched", "processing", "retrying", *ATTENTION)
+"""States of a manifest that is not settled."""
 DECISIONS: Final = ("approve", "refuse", "replay", "discard", "confirm")
+"""What can be decided of a manifest."""
 RESOLUTIONS: Final = {"accept": "accepted", "discard": "discarded"}
 """What can be decided of a reconciliation item → what it then is."""
 
@@ -112,7 +114,7 @@ class Decisions(Namespace):
         return found
 
     def decide(self, window_id: str, decision: str, who: str, why: str, effects: str = "") -> Operation[Decided]:
-        """A person's decision on a manifest, see lua/decide.lua."""
+        """A person's decision on a manifest, see lua/decide.lua. Raises InvalidInput for what is none."""
         _person(who, why)
         _choice("decision", decision, DECISIONS)
         _choice("effects", effects, ("", "done", "not_done"))

@@ -18,6 +18,16 @@ from accumulator.store import Operation
 
 T = TypeVar("T")
 
+SLICE: Final = 0.5
+"""s a role waits at the most before it looks whether it is to stop."""
+
+SILENCE: Final = 15.0
+"""s without a sign of life after which a subscription is made anew."""
+
+_FIRST_PAUSE: Final = 0.1
+# Well below the 3 s within which everything that is due is closed after the server has come back.
+_LONGEST_PAUSE: Final = 2.0
+
 
 @contextmanager
 def stopped_by(stop: Callable[[], None], *signals: signal.Signals) -> Iterator[None]:
@@ -43,17 +53,6 @@ def stopped_by(stop: Callable[[], None], *signals: signal.Signals) -> Iterator[N
         for name, handler in before.items():
             signal.signal(name, handler)
         asked.put(False)
-
-
-SLICE: Final = 0.5
-"""s a role waits at the most before it looks whether it is to stop."""
-
-SILENCE: Final = 15.0
-"""s without a sign of life after which a subscription is made anew."""
-
-_FIRST_PAUSE: Final = 0.1
-# Well below the 3 s within which everything that is due is closed after the server has come back.
-_LONGEST_PAUSE: Final = 2.0
 
 
 class Trouble:

@@ -50,7 +50,7 @@ WATCH: Final = 30_000
 PATIENCE: Final = 20.0
 """s that an attempt waits for a server that does not answer, before its handler runs."""
 
-_BRIEF_LEASE: Final = 60_000
+_BRIEF_LEASE: Final = 60_000  # of an attempt for which no handler is to run
 
 HASTE: Final = 0.01
 """s of handling that a thread of the runner takes at once, and that what is over waits to be settled, while no handler

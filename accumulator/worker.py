@@ -55,12 +55,11 @@ class Worker:
 
     `threads` is how many handlers the role `runner` runs at a time, and how many requests the role `webhook` makes:
     by default THREADS. With `processes`, the runner is so many processes, of one thread where `threads` is not given;
-    they connect by the settings' URL.
-    `accumulator` gives a connection instead of the settings' URL. `rq_url` is RQ's server where it is another one than
-    settings and configuration say. `start_within`: seconds in which the server must answer at the start; later, however
-    long it is away, the worker waits for it. Raises InvalidSettings for an unknown role, for `processes` without a
-    runner or with an `accumulator`, for a role that needs RQ where it has no server, and for a webhook's secret that is
-    not there.
+    they connect by the settings' URL. `accumulator` gives a connection instead of that. `rq_url` is RQ's server where
+    it is another one than settings and configuration say. `start_within`: seconds in which the server must answer at
+    the start; later, however long it is away, the worker waits for it. Raises InvalidSettings for an unknown role,
+    for `processes` without a runner or with an `accumulator`, for a role that needs RQ where it has no server, and for
+    a webhook's secret that is not there.
     """
 
     def __init__(

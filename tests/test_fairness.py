@@ -20,6 +20,7 @@ from accumulator.client import Accumulator
 from accumulator.closer import Closer
 from accumulator.context import Context
 from accumulator.embedded import EmbeddedServer
+from accumulator.envelope import tenant_of
 from accumulator.handlers import handler
 from accumulator.keys import inflight
 from accumulator.rq_sink import QUEUE, Dispatcher
@@ -58,10 +59,6 @@ def step_until(step: Callable[[], None], condition: Callable[[], object]) -> Non
         return condition()
 
     wait_until(stepped)
-
-
-def tenant_of(bucket_key: str) -> str:
-    return bucket_key.split(":")[0]
 
 
 def flying(target: Accumulator) -> dict[str, int]:

@@ -4,8 +4,9 @@
 -- parts: clock, naming, fast, window, manifest, ladder, judge
 -- KEYS[1] -> <ns>:{<p>}:timers
 -- derived -> <ns>:{<p>}: bucket:<k> events:<k> ids:<k> ids.<n>:<k> order:<k> kept:<k> manifests:<k>
---            events:<w> stray:<w> kept:<w> manifest:<w> policy:<flow> tenants:<sink> ready:<sink>:<tenant> open outbox reconcile audit stats
---            watched noticed:<k> ladders:<k> ladders:<state> ladder:<l> ladderdef:<name> inflight attention
+--            events:<w> stray:<w> kept:<w> manifest:<w> policy:<flow> tenants:<sink> ready:<sink>:<tenant> open
+--            outbox reconcile audit stats watched noticed:<k> ladders:<k> ladders:<state> ladder:<l> ladderdef:<name>
+--            inflight attention
 -- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere: the server's clock
 -- ARGV[2] -> nonce of the caller for window ids, 12 characters [0-9a-z]
 -- ARGV[3] -> how many manifests this partition's outbox may hold; '' for no ceiling

@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
--- begin: grants attempts of manifests, each once. From here its lease runs. A step whose ladder was called off is refused.
+-- begin: grants attempts of manifests, each once. From here its lease runs. A step whose ladder was called off is
+-- refused.
 --
 -- parts: clock, window, manifest
 -- KEYS[1] -> <ns>:{<p>}:timers
@@ -9,9 +10,9 @@
 -- ARGV[2] -> token that will fence these attempts, 16 characters [0-9a-z]
 -- ARGV[3...] -> of each five of them: window_id, attempt, lease in ms, how many failures the handler allows, and
 --            '<ms> <ms>': what it waits for where its lease ends, doubled with each failure, and at the most
--- reply   -> for each {'granted', state, fields of the manifest, the payload it keeps or '', the first 1000 entries of its
---            events}; {'refused', state or ''}; {'later'}: nothing was done, since the reply is long enough with those
---            before. The same token asking again is granted again
+-- reply   -> for each {'granted', state, fields of the manifest, the payload it keeps or '', the first 1000 entries of
+--            its events}; {'refused', state or ''}; {'later'}: nothing was done, since the reply is long enough with
+--            those before. The same token asking again is granted again
 -- cost    -> O(entries + manifests * log timers)
 
 local LONG, HEAVY = 1000, 1048576 -- entries and bytes of payloads after which no further one is granted

@@ -7,9 +7,9 @@
 -- derived -> as settle, and effects:<w>
 -- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere
 -- ARGV[2] -> window_id
--- ARGV[3] -> approve | refuse (of awaiting_approval) | replay (of dead, uncertain, reconciling) | discard (of all that is
---            not settled, but for one that is processing: its handler is at work, and the bucket's next one must not
---            begin beside it) | confirm (of dead, uncertain, reconciling: it has happened)
+-- ARGV[3] -> approve | refuse (of awaiting_approval) | replay (of dead, uncertain, reconciling) | discard (of all that
+--            is not settled, but for one that is processing under its lease: its handler is at work, and the bucket's
+--            next one must not begin beside it) | confirm (of dead, uncertain, reconciling: it has happened)
 -- ARGV[4] -> who
 -- ARGV[5] -> why
 -- ARGV[6] -> how uncertain effects are to be taken by a replay: done | not_done | '' (as they stand)

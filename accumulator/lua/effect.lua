@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
--- effect: the ledger of a manifest's effects, effects:<window_id>: name -> '<state> <attempt> <instant> <nonce> <result>',
--- state begun, uncertain or confirmed. An effect that was begun and not confirmed is never begun again unasked.
+-- effect: the ledger of a manifest's effects, effects:<window_id>: name ->
+-- '<state> <attempt> <instant> <nonce> <result>', state begun, uncertain or confirmed. An effect that was begun and not
+-- confirmed is never begun again unasked.
 --
 -- parts: clock, window, manifest
 -- KEYS[1] -> <ns>:{<p>}:timers

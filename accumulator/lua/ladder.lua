@@ -1,15 +1,17 @@
 -- part ladder: reminder ladders. Fields of the hash ladder:<ladder_id>, each short, so that it stays small:
---   name, bucket (its first 64 bytes; bucket2 ... the rest of a long one), start (the start_id, where one was given), definition (version), anchor, args (JSON; in
---   ladderargs:<ladder_id> where long), past ('send'|'skip'), escalates ('1' where its end has a step), began;
+--   name, bucket (its first 64 bytes; bucket2 ... the rest of a long one), start (the start_id, where one was given),
+--   definition (version), anchor, args (JSON; in ladderargs:<ladder_id> where long), past ('send'|'skip'), escalates
+--   ('1' where its end has a step), began;
 --   state (running, paused, cancelled, exhausted, escalated), next (number of the step to come, from 1), ends (instant
---   after the final wait), wait (ms of that), emitted (how many emissions), turn (the emission whose turn it is), off ('1': the awaited
---   event came, or it was cancelled: nothing that has not begun is executed), by (that event), cause;
+--   after the final wait), wait (ms of that), emitted (how many emissions), turn (the emission whose turn it is), off
+--   ('1': the awaited event came, or it was cancelled: nothing that has not begun is executed), by (that event), cause;
 --   s1, s2 ...: '<instant> <stale_after ms|-> <name>' of the steps;
 --   notes and n1, n2 ...: the timeline, '<instant> <event> <number of the emission|-> <detail>'
 -- ladders:<bucket_key> names a bucket's ladders: start:<name>:<start_id> and, without one, only:<name> of the one that
--- runs -> ladder_id; ended:<ladder_id> -> name. ladders:<state> lists them by the instant of the state. ladderdef:<name>
--- has '<version>' -> definition as JSON, '<version>:on:<kind>' of the kinds that cancel. watched has the kinds that
--- cancel any ladder -> since when, noticed:<bucket_key> the first known event of each of these: '<instant> <event_id>'.
+-- runs -> ladder_id; ended:<ladder_id> -> name. ladders:<state> lists them by the instant of the state.
+-- ladderdef:<name> has '<version>' -> definition as JSON, '<version>:on:<kind>' of the kinds that cancel. watched has
+-- the kinds that cancel any ladder -> since when, noticed:<bucket_key> the first known event of each of these:
+-- '<instant> <event_id>'.
 local ENDED = { cancelled = true, exhausted = true, escalated = true }
 local NOTES = 300
 

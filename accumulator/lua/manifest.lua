@@ -1,12 +1,12 @@
 -- part manifest: the life of a manifest after its window closed; what a ladder emits has the same one, and its id an s
 -- (<ladder_id>s<number>). Fields of the hash manifest:<window_id> that change:
 --   state, since (instant of the state), attempt (from 1), failures, most (attempts the handler allows), token (fences
---   the attempt that is processing), lease (its end), dispatches (hand-outs of this attempt), back (its job may be lost: it
---   stands in the ready list again, and is not in flight), approved (by whom), joined (manifests handed over with this
---   one), leader (the one it was handed over with), gave_way (to a newer window, once), settled_by (the token that ended an
---   attempt last), decided (the nonce of the last decision), error;
---   steps and step1, step2 ...: the timeline, '<instant> <state> <attempt> <cause>'; of many the first and the last, and
---   between them what people decided (spared: how many of these);
+--   the attempt that is processing), lease (its end), dispatches (hand-outs of this attempt), back (its job may be
+--   lost: it stands in the ready list again, and is not in flight), approved (by whom), joined (manifests handed over
+--   with this one), leader (the one it was handed over with), gave_way (to a newer window, once), settled_by (the token
+--   that ended an attempt last), decided (the nonce of the last decision), error;
+--   steps and step1, step2 ...: the timeline, '<instant> <state> <attempt> <cause>'; of many the first and the last,
+--   and between them what people decided (spared: how many of these);
 --   pause: '<back-off ms> <longest ms>' of the attempt, for one whose lease ends;
 --   digest, and e1, e2 ... and x1, x2 ...: its entries and retracted ids, once they were recorded (write_record)
 -- Beside it: effects:<window_id>, the ledger, and stages:<window_id>, what the stages of its handler made.
@@ -179,8 +179,8 @@ local function give_turn(m)
   make_ready(m.id, m.bucket, m.rules)
 end
 
--- The bucket's turn passes on: to what came back, the oldest first; to its next manifest that waits; where the window that
--- others gave way to came to nothing, to the last of them.
+-- The bucket's turn passes on: to what came back, the oldest first; to its next manifest that waits; where the window
+-- that others gave way to came to nothing, to the last of them.
 local function release(m)
   if m.ladder then
     release_step(m)
@@ -273,9 +273,10 @@ local function holds(m, token)
   return m.state == 'processing' and m.token == token and now < m.lease
 end
 
--- Ids, digests and flags of the window, where they stay when the payloads go. From ARGV[at] to ARGV[last], where there is
--- any: the manifest's digest, an anomaly found on reading or '', the number of retracted ids, these in order, then an entry's
--- text each: '<digest> <received_at> <flags|-> <bytes of event_id> <event_id><ref>', flags l late, r revised, q reconciled.
+-- Ids, digests and flags of the window, where they stay when the payloads go. From ARGV[at] to ARGV[last], where there
+-- is any: the manifest's digest, an anomaly found on reading or '', the number of retracted ids, these in order, then
+-- an entry's text each: '<digest> <received_at> <flags|-> <bytes of event_id> <event_id><ref>', flags l late, r
+-- revised, q reconciled.
 local function write_record(m, at, last)
   if at > last or call('HGET', m.name, 'digest') then
     return
@@ -302,7 +303,7 @@ local function write_record(m, at, last)
   put('SREM', prefix .. 'unrecorded', m.id)
 end
 
--- A job that was thought lost begins: it is not to be handed out once more.
+-- Takes it out of the list of what is ready: it was handed over otherwise, or came to nothing.
 local function unready(m)
   local list = prefix .. 'ready:' .. m.rules.sink .. ':' .. m.tenant
   put('LREM', list, 1, m.id)

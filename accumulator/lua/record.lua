@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
--- record: writes ids, digests and flags of a window into its manifest, where they stay when the payloads go. Done at the
--- first hand-out, or by the janitor; the same record again changes nothing.
+-- record: writes ids, digests and flags of a window into its manifest, where they stay when the payloads go. Done by
+-- settle; apart from it for those that were handed over with the manifest that is settled, and by the janitor where
+-- there was no attempt. The same record again changes nothing.
 --
 -- parts: clock, window, manifest
 -- KEYS[1] -> <ns>:{<p>}:timers

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- reserve: makes one taker at a time take of a tenant that has a limit, wherever its manifests lie: it counts what is in
--- flight, takes, and lets go. One that does not let go, loses it after a while.
+-- reserve: makes one taker at a time take of a tenant that has a limit, wherever its manifests lie: it counts what is
+-- in flight, takes, and lets go. One that does not let go loses it after a while.
 --
 -- parts: clock
 -- KEYS[1] -> <ns>:{<p>}:timers

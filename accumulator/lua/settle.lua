@@ -17,7 +17,8 @@
 --            of confirmed, a checkpoint for the bucket's next window; ''
 --            how many of the arguments that follow are the record of the window, as write_record says; 0: none is given
 -- reply   -> for each {'done'|'refused'|'effects_begun'|'no_newer_window', state or ''}: no_newer_window where none is
---            open or waits, that it could join, or as many as may be handed over together join it; the same token again is done again
+--            open or waits, that it could join, or as many as may be handed over together join it; the same token
+--            again is done again
 -- cost    -> O(entries recorded + attempts * log timers)
 
 local function give_way(m, extra)

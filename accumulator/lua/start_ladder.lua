@@ -4,7 +4,8 @@
 -- parts: clock, naming, window, manifest, ladder
 -- KEYS[1] -> <ns>:{<p>}:timers
 -- derived -> <ns>:{<p>}: ladder:<l> ladderargs:<l> ladderdef:<name> ladders:<k> ladders:<state> watched noticed:<k>
---            bucket:<k> events:<k> events:<w> manifests:<k> manifest:<w> reconcile outbox tenants:<sink> ready:<sink>:<tenant> policy:<flow> inflight attention stats
+--            bucket:<k> events:<k> events:<w> manifests:<k> manifest:<w> reconcile outbox tenants:<sink>
+--            ready:<sink>:<tenant> policy:<flow> inflight attention stats
 -- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere
 -- ARGV[2] -> nonce of the caller for the ladder's id, 12 characters [0-9a-z]
 -- ARGV[3] -> bucket_key
@@ -47,8 +48,8 @@ sure_of_absence(index)
 
 local rest, kinds = { unpack(ARGV, 16) }, tonumber(ARGV[15])
 
--- The first event that is known here of a kind that cancels; nil where there is none. A kind that is watched has a note.
--- What came before it was watched is looked for where it is still kept whole: in windows, and in the queue.
+-- The first event that is known here of a kind that cancels; nil where there is none. A kind that is watched has a
+-- note. What came before it was watched is looked for where it is still kept whole: in windows, and in the queue.
 local function look_back()
   local came, first, wanted, before = nil, math.huge, {}, -1
   local function found(at, event_id)

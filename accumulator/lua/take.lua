@@ -4,8 +4,8 @@
 --
 -- parts: clock, window, manifest
 -- KEYS[1] -> <ns>:{<p>}:timers
--- derived -> <ns>:{<p>}: tenants:<sink> ready:<sink>:<tenant> manifest:<w> manifests:<k> bucket:<k> policy:<flow> inflight
---            outbox attention stats
+-- derived -> <ns>:{<p>}: tenants:<sink> ready:<sink>:<tenant> manifest:<w> manifests:<k> bucket:<k> policy:<flow>
+--            inflight outbox attention stats
 -- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere
 -- ARGV[2] -> sink
 -- ARGV[3] -> how many at the most
@@ -22,8 +22,8 @@ for i = 6, #ARGV, 2 do
 end
 local default = tonumber(ARGV[5])
 
--- A manifest's hand-over takes others along: those that gave way, and (handover: together) all that wait behind it, up to
--- one that goes elsewhere, or as many as there may be. They are handed over under the last of them.
+-- A manifest's hand-over takes others along: those that gave way, and (handover: together) all that wait behind it, up
+-- to one that goes elsewhere, or as many as there may be. They are handed over under the last of them.
 local unlisted = {}
 local function gather(m)
   local bucket, group = prefix .. 'bucket:' .. m.bucket, { m }

@@ -12,11 +12,12 @@
 --   ids      '<generation began> <remembered until>'; older: '<number>:<remembered until>:<last version>' of
 --            each older generation
 --   seen     an instant this bucket has seen, where later than its last acceptance
---   turn     the manifest of an ordered bucket whose turn it is; waits: those that came back (replayed, approved late) and
---            wait for it; joins: those that gave way to the next one handed over. Both lists are in order of version
+--   turn     the manifest of an ordered bucket whose turn it is; waits: those that came back (replayed, approved late)
+--            and wait for it; joins: those that gave way to the next one handed over. Both lists are in order of
+--            version
 --   queued   how many of its events wait in the reconciliation queue
---   flushed  '<nonce> <window_id>' of the last flush that named no version; resolved: '<nonce> <item> <answer>' of the last
---            item that was resolved
+--   flushed  '<nonce> <window_id>' of the last flush that named no version; resolved: '<nonce> <item> <answer>' of the
+--            last item that was resolved
 --   settled  version up to which all manifests are known to be settled
 --
 -- A script decides on these tables, and writes through `put` when all is decided: Redis undoes nothing.
