@@ -1,5 +1,5 @@
 #!lua
--- accept: takes events of any buckets of one partition, by the steps of SPEC.md section 4.
+-- accept: takes events of any buckets of one partition, by the steps that part judge names.
 --
 -- parts: clock, naming, fast, window, manifest, ladder, judge
 -- KEYS[1] -> <ns>:{<p>}:timers

@@ -1,6 +1,6 @@
 -- part fast: the groups that need no judgement: new ids that join or open a window, under a plain policy, and
--- close nothing. It decides on the group's summary; every other group is left in `slow` for the steps of SPEC.md
--- section 4, which would give the same outcome. All reads come before the first write: nothing here is undone
+-- close nothing. It decides on the group's summary; every other group is left in `slow` for the steps of part
+-- judge, which would give the same outcome. All reads come before the first write: nothing here is undone
 -- when a later group fails.
 local groups = tonumber(ARGV[5])
 local replies, latest, plans, slow = {}, {}, {}, {}

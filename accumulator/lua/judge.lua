@@ -1,4 +1,5 @@
--- part judge: the steps of SPEC.md section 4 for the groups that the fast path left, one event at a time.
+-- part judge: the groups that the fast path left, one event at a time, each by these steps in their order: expire, duplicate,
+-- size, conflict, incompatible, late, policy change, starter, room, append, close at once, timer.
 local SOURCES = 64
 local max_outbox, max_queue = tonumber(ARGV[3]), tonumber(ARGV[4])
 local queued = max_queue and call('XLEN', prefix .. 'reconcile') or 0
