@@ -3,9 +3,9 @@
 -- '<state> <attempt> <instant> <nonce> <result>', state begun, uncertain or confirmed. An effect that was begun and not
 -- confirmed is never begun again unasked.
 --
--- parts: clock, window, manifest
+-- parts: clock, attempt
 -- KEYS[1] -> <ns>:{<p>}:timers
--- derived -> <ns>:{<p>}: manifest:<w> effects:<w> policy:<flow> stats
+-- derived -> <ns>:{<p>}: manifest:<w> effects:<w> stats
 -- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere
 -- ARGV[2] -> window_id
 -- ARGV[3] -> token of the attempt
@@ -17,42 +17,33 @@
 -- reply   -> {'begun'|'confirmed'|'uncertain'|'undone'|'refused', result}
 -- cost    -> O(1)
 
-local m = load_manifest(ARGV[2])
-local ledger, name, step = prefix .. 'effects:' .. m.id, ARGV[4], ARGV[5]
+local ledger, name, step = prefix .. 'effects:' .. ARGV[2], ARGV[4], ARGV[5]
+local attempt = say_of(ARGV[3])
 local state, _, _, nonce, result = match(call('HGET', ledger, name) or '', '^(%a+) (%d+) (%d+) (%S+) (.*)$')
 local function write(to, text)
   state, result = to, text or ''
-  put('HSET', ledger, name, to .. ' ' .. m.attempt .. ' ' .. format('%d', now) .. ' ' .. ARGV[6] .. ' ' .. result)
-  count('effect:' .. to)
+  call('HSET', ledger, name, to .. ' ' .. attempt .. ' ' .. format('%d', now) .. ' ' .. ARGV[6] .. ' ' .. result)
+  call('HINCRBY', prefix .. 'stats', 'effect:' .. to, 1)
+  return to
 end
 
-local answer
-if not holds(m, ARGV[3]) then
+local answer = 'refused'
+if not attempt then
   answer = 'refused'
 elseif state == 'confirmed' then
   answer = 'confirmed'
 elseif state == 'begun' and nonce == ARGV[6] and (step == 'begin' or step == 'again') then
   answer = 'begun'
 elseif (step == 'begin' and not state) or (step == 'again' and state == 'uncertain') then
-  write('begun')
-  answer = 'begun'
+  answer = write('begun')
 elseif step == 'begin' then
-  if state == 'begun' then
-    write('uncertain')
-  end
-  answer = 'uncertain'
+  answer = state == 'begun' and write('uncertain') or 'uncertain'
 elseif step == 'confirm' and state then
-  write('confirmed', ARGV[7])
-  answer = 'confirmed'
+  answer = write('confirmed', ARGV[7])
 elseif step == 'doubt' and state then
-  write('uncertain')
-  answer = 'uncertain'
+  answer = write('uncertain')
 elseif step == 'undo' then
-  put('HDEL', ledger, name)
-  state, answer = nil, 'undone'
-else
-  answer = 'refused'
+  call('HDEL', ledger, name)
+  result, answer = nil, 'undone'
 end
-commit()
-finish()
 return { answer, result or '' }

@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
 -- stage: keeps what a stage of the handler made, so that a retry continues and does not begin anew.
 --
--- parts: clock, window, manifest
+-- parts: clock, attempt
 -- KEYS[1] -> <ns>:{<p>}:timers
--- derived -> <ns>:{<p>}: manifest:<w> stages:<w> policy:<flow>
+-- derived -> <ns>:{<p>}: manifest:<w> stages:<w>
 -- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere
 -- ARGV[2] -> window_id
 -- ARGV[3] -> token of the attempt
@@ -12,14 +12,13 @@
 -- reply   -> 'done' | 'refused'
 -- cost    -> O(1)
 
-local m = load_manifest(ARGV[2])
-if not holds(m, ARGV[3]) then
+if not say_of(ARGV[3]) then
   return 'refused'
 end
-local stages = prefix .. 'stages:' .. m.id
+local stages = prefix .. 'stages:' .. ARGV[2]
 if ARGV[4] == '' then
   call('UNLINK', stages)
-  call('HDEL', m.name, 'approved')
+  call('HDEL', manifest, 'approved')
 else
   call('HSET', stages, ARGV[4], ARGV[5])
 end
