@@ -382,13 +382,13 @@ def do_one_thing(ctx: Context) -> None:
 handler("jobs")(do_nothing)
 
 
-def settled(bench: Bench, flow: str) -> Figure:
+def settled(bench: Bench, flow: str, threads: int) -> Figure:
     """Manifests a second from closed to confirmed, by the direct runner of one process."""
     accumulator = bench.fresh(opened=0)
     many = bench.many(5000, 20)
     bench.push(bucket(n, flow) for n in range(many))
     bench.close_due()
-    runner = DirectRunner(accumulator)
+    runner = DirectRunner(accumulator, threads)
     thread = threading.Thread(target=runner.run)
     begun = time.perf_counter()
     thread.start()
@@ -398,7 +398,7 @@ def settled(bench: Bench, flow: str) -> Figure:
     took = time.perf_counter() - begun
     runner.stop()
     thread.join()
-    return Figure(many / took, f"{took / many * 1e6:.0f} µs each, {many:,} manifests, 4 threads")
+    return Figure(many / took, f"{took / many * 1e6:.0f} µs each, {many:,} manifests, {threads} threads")
 
 
 def nothing() -> None:
@@ -527,8 +527,8 @@ ROWS: Final = (
     Row("server CPU of a closing, many windows open", 1.3, 1.1, "×", lambda b: crowded(b, 1000, cost_of_closings)),
     Row("due to sealed, p99, idle", 5, 2, " ms", lambda b: lateness(b, [run_closer])),
     Row("due to sealed, p99, under pushes", 15, 5, " ms", lambda b: lateness(b, [run_closer, run_pushes])),
-    Row("closed to confirmed, direct, no-op handler", 3000, 8000, "/s", lambda b: settled(b, "noop")),
-    Row("closed to confirmed, direct, one effect", 1000, 2500, "/s", lambda b: settled(b, "once")),
+    Row("closed to confirmed, direct, no-op handler", 3000, 8000, "/s", lambda b: settled(b, "noop", 4)),
+    Row("closed to confirmed, direct, one effect", 1000, 2500, "/s", lambda b: settled(b, "once", 2)),
     Row("closed to confirmed through RQ, to RQ alone", 0.9, 1.0, "×", lambda b: through_rq(b, run_theirs)),
     Row("closed to confirmed through RQ, both tuned alike", None, None, "×", lambda b: through_rq(b, run_ours)),
     Row("memory: open bucket with one 300-byte event", 1950, 1200, " B", open_memory),

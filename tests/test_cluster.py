@@ -383,7 +383,7 @@ def test_credentials_in_the_url(cluster: list[EmbeddedServer], namespace: str) -
         ) as accumulator,
         pytest.raises(AuthenticationFailed, match="check user and password") as caught,
     ):
-        wrong.counters()  # of several nodes, redis-py tells what the last of them said
+        accumulator.counters()  # of several nodes, redis-py tells what the last of them said
     assert "s3cr3t" not in str(caught.value)
 
 
