@@ -228,15 +228,33 @@ def test_a_timeline_of_very_many_transitions_says_how_many_it_leaves_out(program
     assert (line["left_out"], len(line["timeline"])) == (93, 151)  # it makes room for a decision
 
 
-def test_timeline_names_stages_without_what_they_made(program: Program, client: Accumulator) -> None:
+def test_who_has_to_approve_reads_the_proposal(
+    program: Program, client: Accumulator, server: EmbeddedServer, namespace: str
+) -> None:
     manifest = handled(client, "approval")
-    for more in ((), ("--payload",)):
-        shown = program("timeline", manifest.window_id, *more)
-        assert "stages finished: load, propose" in shown.out
-        assert SECRET not in shown.out
+    shown = program("timeline", manifest.window_id)
+    assert shown.out.endswith("\nstages finished: load, propose\n")
+    assert SECRET not in shown.out
+    asked = program("timeline", manifest.window_id, "--payload")
+    assert [line.split() for line in asked.out.splitlines()[-3:]] == [
+        ["stage", "result"],
+        ["load", f'{{"balance":"{SECRET}"}}'],
+        ["propose", '"refund"'],
+    ]
     (told,) = program("timeline", manifest.window_id, "--json").json
     assert told["stages"] == ["load", "propose"]
     assert told["state"] == "awaiting_approval"
+    assert SECRET not in json.dumps(told)
+    (told,) = program("timeline", manifest.window_id, "--json", "--payload").json
+    assert told["results"] == {"load": {"balance": SECRET}, "propose": "refund"}
+    kept = {"load": json.dumps({"balance": SECRET}, separators=(",", ":")), "propose": '"refund"'}
+    assert client.stages(manifest.window_id) == kept
+
+    async def ask() -> dict[str, str]:
+        async with AsyncAccumulator(server.url, namespace=namespace) as accumulator:
+            return await accumulator.stages(manifest.window_id)
+
+    assert asyncio.run(ask()) == kept
 
 
 def test_a_manifest_that_is_not_there(program: Program, client: Accumulator) -> None:
