@@ -16,7 +16,7 @@ import typer
 
 from accumulator.attempts import Effect
 from accumulator.client import Accumulator
-from accumulator.decisions import ATTENTION, UNSETTLED, ReconcileItem, Waiting
+from accumulator.decisions import ATTENTION, UNSETTLED, Decided, ReconcileItem, Resolved, Waiting
 from accumulator.emission import Emission
 from accumulator.envelope import parse_instant
 from accumulator.errors import InvalidInput, InvalidSettings
@@ -272,7 +272,12 @@ def _decide(
     failed = False
     with connected() as (client, _):
         for window_id in window_ids:
-            told = client.store.perform(client.operations.decide(window_id, decision, by, reason, effects or ""))
+            try:
+                told = client.store.perform(client.operations.decide(window_id, decision, by, reason, effects or ""))
+            except InvalidInput as problem:
+                if problem.field != "window_id":
+                    raise
+                told = Decided("missing", "")  # no id at all: those that follow are decided all the same
             failed = failed or told.outcome != "done"
             if as_json:
                 say_json({"window_id": window_id, "decision": decision, **told._asdict()})
@@ -555,7 +560,12 @@ def _resolve(
             return
         missing = 0
         for item_id in items:
-            told = client.resolve(item_id, decision, by=by, reason=reason)
+            try:
+                told = client.resolve(item_id, decision, by=by, reason=reason)
+            except InvalidInput as problem:
+                if problem.field != "item":
+                    raise
+                told = Resolved(item_id, "missing")
             missing += told.outcome == "missing"
             if as_json:
                 receipt = told.receipt

@@ -265,11 +265,39 @@ def test_a_manifest_that_is_not_there(program: Program, client: Accumulator) -> 
         shown = program(decision, absent, *BY)
         assert (shown.code, shown.out) == (1, f"{absent}: there is no manifest of that id\n")
     assert client.discard(absent, by="ana", reason="why") == Decided("missing", "")
-    for command in (["timeline"], ["approve", *BY]):
-        for wrong in ("nonsense", "1" * 20, "é" * 20, ""):
-            shown = program(*command, wrong)
-            assert shown.code == 2, (command, wrong)
-            assert shown.err == "accumulator: window_id: is none of this namespace\n"
+    for wrong in ("nonsense", "1" * 20, "é" * 20, ""):
+        shown = program("timeline", wrong)
+        assert (shown.code, shown.err) == (2, "accumulator: window_id: is none of this namespace\n"), wrong
+        assert program("approve", *BY, wrong) == (1, f"{wrong}: there is no manifest of that id\n", "")
+
+
+def test_what_is_no_id_is_named_and_the_others_are_decided(program: Program, client: Accumulator) -> None:
+    first, second = (handled(client, "dead", n).window_id for n in (1, 2))
+    shown = program("replay", first, "zz\nz", second, *BY)
+    assert shown == (
+        1,
+        f"{first}: handed out again\nzz\\nz: there is no manifest of that id\n{second}: handed out again\n",
+        "",
+    )
+    told = program("discard", first, "zzz", second, *BY, "--json").json
+    assert [(each["window_id"], each["outcome"]) for each in told] == [
+        (first, "done"),
+        ("zzz", "missing"),
+        (second, "done"),
+    ]
+    assert program("discard", "zzz", "--by", "", "--reason", "why").code == 2  # that is wrong for all of them
+    for n in (1, 2):
+        client.push(event(n, "shop:good:1", "unlisted"))
+    one, two = (item.item_id for item in client.reconciliation())
+    shown = program("reconcile", "accept", one, "zzz", "9-1-1", two, *BY)
+    assert (shown.code, shown.err) == (1, "")
+    assert [line.split(": ")[1] for line in shown.out.splitlines()] == [
+        "accepted into window 1",
+        "no such item waits",
+        "no such item waits",
+        "accepted into window 1",
+    ]
+    assert shown.out.splitlines()[1:3] == ["zzz: no such item waits", "9-1-1: no such item waits"]
 
 
 # --- decisions --------------------------------------------------------------------------------------------------------
@@ -563,7 +591,7 @@ def test_a_filter_or_items_never_both_and_never_none(program: Program, client: A
 def test_ids_that_no_queue_gave_are_refused(program: Program, client: Accumulator) -> None:
     for wrong in ("", "x", "1-2", "1-2-x", "-1-2-3", "99-1-1", "1-2-3-4", "1-٣-3"):
         assert program("reconcile", "show", "--", wrong).code == 2, wrong
-        assert program("reconcile", "discard", *BY, "--", wrong).code == 2, wrong
+        assert program("reconcile", "discard", *BY, "--", wrong) == (1, f"{wrong}: no such item waits\n", "")
     assert client.resolve("1-1-1", "accept", by="ana", reason="why") == Resolved("1-1-1", "missing")
 
 
