@@ -174,6 +174,8 @@ def test_attention_lists_what_waits_for_nobody_where_it_is_asked_for(program: Pr
     assert client.attention() == []
     (row,) = program("attention", "--state", "retrying", "--json").json
     assert (row["window_id"], row["cause"], row["attempt"]) == (first.window_id, "HandlerMissing", 1)
+    for shown in (program("attention", "--state", "retrying"), program("timeline", first.window_id)):
+        assert "flow lost: no handler is registered for it" in shown.out
     rows = program("attention", "--state", "closed", "--flow", "lost", "--json").json
     assert [(row["window_id"], row["cause"], row["attempt"]) for row in rows] == [
         (m.window_id, "closed", 0) for m in others
