@@ -355,10 +355,10 @@ class Attempts(Namespace):
         return (yield from self.save_stage(window_id, token, "", ""))
 
     def stages(self, window_id: str) -> Operation[dict[str, str]]:
-        """Stage → its result as JSON, of those that were kept."""
+        """Stage → its result as JSON, of those that were kept, by name."""
         yield from self.connect()
         replies = yield [Call(("HGETALL", keys.stages(self.prefix_of_window(window_id), window_id)))]
-        return {stage.decode(): value.decode() for stage, value in as_pairs(replies[0])}
+        return {stage.decode(): value.decode() for stage, value in sorted(as_pairs(replies[0]))}
 
     def checkpoint(self, bucket_key: str) -> Operation[tuple[int, str] | None]:
         """The bucket's last checkpoint: version of the window that left it, and its JSON."""

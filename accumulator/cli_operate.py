@@ -16,7 +16,7 @@ import typer
 
 from accumulator.attempts import Effect
 from accumulator.client import Accumulator
-from accumulator.decisions import ATTENTION, UNSETTLED, ReconcileItem, Waiting
+from accumulator.decisions import ATTENTION, UNSETTLED, Decided, ReconcileItem, Resolved, Waiting
 from accumulator.emission import Emission
 from accumulator.envelope import parse_instant
 from accumulator.errors import InvalidInput, InvalidSettings
@@ -137,7 +137,7 @@ def _why(waiting: Waiting) -> str:
 def timeline(
     window_id: WindowArgument,
     payload: Annotated[
-        bool, typer.Option("--payload", help="What the effects returned, too; it may hold anything.")
+        bool, typer.Option("--payload", help="What effects and stages returned, too; it may hold anything.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -149,12 +149,15 @@ def timeline(
             complain("there is no manifest of that id")
             raise typer.Exit(FAILED)
         effects = client.effects(window_id)
-        stages = client.store.perform(client.operations.stage_names(window_id))
-    if manifest is None:
-        assert emission is not None
-        _tell_emission(emission, effects, payload, as_json)
+        names = client.store.perform(client.operations.stage_names(window_id))
+        results = client.stages(window_id) if payload else {}
+    done: dict[str, Any] = {"effects": [effect_object(effect, result=payload) for effect in effects], "stages": names}
+    if payload:
+        done["results"] = {name: json.loads(text) for name, text in results.items()}
+    if emission is not None and as_json:
+        say_json(emission_object(emission) | done)
         return
-    if as_json:
+    if manifest is not None and as_json:
         say_json(
             {
                 "window_id": window_id,
@@ -173,23 +176,24 @@ def timeline(
                 "leader": manifest.leader,
                 "timeline": timeline_object(manifest),
                 "left_out": manifest.left_out,
-                "effects": [effect_object(effect, result=payload) for effect in effects],
-                "stages": stages,
+                **done,
             }
         )
         return
-    _tell_life(manifest)
+    if manifest is not None:
+        _tell_life(manifest)
+    elif emission is not None:
+        _tell_emission(emission)
     _tell_effects(effects, payload)
-    if stages:
+    if results:
         say()
-        say(f"stages finished: {', '.join(map(plain, stages))}")
+        say_table(("stage", "result"), list(results.items()))
+    elif names:
+        say()
+        say(f"stages finished: {', '.join(map(plain, names))}")
 
 
-def _tell_emission(emission: Emission, effects: Sequence[Effect], payload: bool, as_json: bool) -> None:
-    if as_json:
-        done = {"effects": [effect_object(effect, result=payload) for effect in effects]}
-        say_json(emission_object(emission) | done)
-        return
+def _tell_emission(emission: Emission) -> None:
     facts: dict[str, object] = {
         "bucket": emission.bucket_key,
         "ladder": f"{emission.ladder} ({emission.ladder_id})",
@@ -204,7 +208,6 @@ def _tell_emission(emission: Emission, effects: Sequence[Effect], payload: bool,
     if emission.left_out:
         rows.insert(1 + FIRST_STEPS, ("", "…", "", _left_out(emission.left_out)))
     say_table(("at", "state", "attempt", "cause"), rows, numbers=("attempt",))
-    _tell_effects(effects, payload)
 
 
 def _tell_life(manifest: Manifest) -> None:
@@ -269,7 +272,12 @@ def _decide(
     failed = False
     with connected() as (client, _):
         for window_id in window_ids:
-            told = client.store.perform(client.operations.decide(window_id, decision, by, reason, effects or ""))
+            try:
+                told = client.store.perform(client.operations.decide(window_id, decision, by, reason, effects or ""))
+            except InvalidInput as problem:
+                if problem.field != "window_id":
+                    raise
+                told = Decided("missing", "")  # no id at all: those that follow are decided all the same
             failed = failed or told.outcome != "done"
             if as_json:
                 say_json({"window_id": window_id, "decision": decision, **told._asdict()})
@@ -552,7 +560,12 @@ def _resolve(
             return
         missing = 0
         for item_id in items:
-            told = client.resolve(item_id, decision, by=by, reason=reason)
+            try:
+                told = client.resolve(item_id, decision, by=by, reason=reason)
+            except InvalidInput as problem:
+                if problem.field != "item":
+                    raise
+                told = Resolved(item_id, "missing")
             missing += told.outcome == "missing"
             if as_json:
                 receipt = told.receipt

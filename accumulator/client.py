@@ -206,6 +206,11 @@ class Accumulator:
         """The ledger of a manifest's effects, by name."""
         return self.store.perform(self.operations.effects(window_id))
 
+    def stages(self, window_id: str) -> dict[str, str]:
+        """What the finished stages of a manifest's handler returned, such as what is proposed to who has to approve it:
+        stage → JSON, by name. They go with the payloads."""
+        return self.store.perform(self.operations.stages(window_id))
+
     def approve(self, window_id: str, *, by: str, reason: str) -> Decided:
         """Approves a proposal that awaits it: the handler goes on with it, once it has been revalidated."""
         return self.store.perform(self.operations.decide(window_id, "approve", by, reason))
@@ -436,6 +441,10 @@ class AsyncAccumulator:
     async def effects(self, window_id: str) -> list[Effect]:
         """See :meth:`Accumulator.effects`."""
         return await self.store.perform(self.operations.effects(window_id))
+
+    async def stages(self, window_id: str) -> dict[str, str]:
+        """See :meth:`Accumulator.stages`."""
+        return await self.store.perform(self.operations.stages(window_id))
 
     async def approve(self, window_id: str, *, by: str, reason: str) -> Decided:
         """See :meth:`Accumulator.approve`."""

@@ -97,7 +97,8 @@ class Attempt:
         self._find = find
         self._find_step = find_step
         self._handler: Handler | None = None
-        self._missing = False
+        self.missing: HandlerMissing | None = None
+        """Set once it has been asked for, where no handler was found."""
         self._lease_until = 0.0
         self._group: tuple[Manifest, ...] = ()
         self._emission: Emission | None = None
@@ -134,8 +135,8 @@ class Attempt:
                 self._handler = self._find(flow_of(self.bucket_key))
             else:
                 self._handler = self._find_step(self._emission)
-        except HandlerMissing:
-            self._missing = True
+        except HandlerMissing as problem:
+            self.missing = problem
         handler = self._handler
         lease = LEASE_MARGIN + handler.timeout if handler else _BRIEF_LEASE
         self._lease_until = monotonic() + lease / 1000
@@ -160,10 +161,10 @@ class Attempt:
             if self._handler is not None:
                 self._read_others()
                 return self._handle(self._handler)
-            if not self._missing:
+            if self.missing is None:
                 return Ending("confirmed", "no_handler")  # nobody wants to know
             self.log.error("handler_missing")
-            return Ending("returned", "HandlerMissing", self._pause())
+            return Ending("returned", "HandlerMissing", self._pause(), f"HandlerMissing: {self.missing}")
         except ServerError as problem:
             return Ending("returned", cause_of(problem), 1_000)
         except AccumulatorError as problem:

@@ -117,11 +117,12 @@ def handle_waiting(accumulator: Accumulator) -> int:
     """Does what the runners of the sinks `direct` and `rq` do: makes an attempt at each manifest, and at each step of a
     ladder, whose turn has come, one after the other in this thread, until there is none. Returns how many.
 
-    Handlers are those that were registered, by importing their module. What one raised is not raised here: it is in the
-    state and the error of its manifest, and another attempt waits for the clock.
+    Handlers are those that were registered, by importing their module; raises HandlerMissing where one is not. What a
+    handler raised is not raised here: it is in the state and the error of its manifest, and another attempt waits for
+    the clock.
     """
     from accumulator.policy import HANDLED_SINKS
-    from accumulator.runner import WATCH, run_attempt
+    from accumulator.runner import WATCH, Attempt
 
     operations, perform = accumulator.operations, accumulator.store.perform
     attempts = 0
@@ -132,8 +133,12 @@ def handle_waiting(accumulator: Accumulator) -> int:
             for sink in sorted(HANDLED_SINKS)
             for one in perform(operations.take(partition, sink, _LIMIT, WATCH))
         ]
-        for one in taken:
-            run_attempt(accumulator, one.window_id, one.attempt, one.bucket_key)
+        made = [Attempt(accumulator, one.window_id, one.attempt, one.bucket_key) for one in taken]
+        for attempt in made:
+            attempt.run()
+        for attempt in made:  # raised once all have had their turn: none is left taken
+            if attempt.missing is not None:
+                raise attempt.missing
         if not taken:
             return attempts
         attempts += len(taken)

@@ -174,6 +174,8 @@ def test_attention_lists_what_waits_for_nobody_where_it_is_asked_for(program: Pr
     assert client.attention() == []
     (row,) = program("attention", "--state", "retrying", "--json").json
     assert (row["window_id"], row["cause"], row["attempt"]) == (first.window_id, "HandlerMissing", 1)
+    for shown in (program("attention", "--state", "retrying"), program("timeline", first.window_id)):
+        assert "flow lost: no handler is registered for it" in shown.out
     rows = program("attention", "--state", "closed", "--flow", "lost", "--json").json
     assert [(row["window_id"], row["cause"], row["attempt"]) for row in rows] == [
         (m.window_id, "closed", 0) for m in others
@@ -228,15 +230,33 @@ def test_a_timeline_of_very_many_transitions_says_how_many_it_leaves_out(program
     assert (line["left_out"], len(line["timeline"])) == (93, 151)  # it makes room for a decision
 
 
-def test_timeline_names_stages_without_what_they_made(program: Program, client: Accumulator) -> None:
+def test_who_has_to_approve_reads_the_proposal(
+    program: Program, client: Accumulator, server: EmbeddedServer, namespace: str
+) -> None:
     manifest = handled(client, "approval")
-    for more in ((), ("--payload",)):
-        shown = program("timeline", manifest.window_id, *more)
-        assert "stages finished: load, propose" in shown.out
-        assert SECRET not in shown.out
+    shown = program("timeline", manifest.window_id)
+    assert shown.out.endswith("\nstages finished: load, propose\n")
+    assert SECRET not in shown.out
+    asked = program("timeline", manifest.window_id, "--payload")
+    assert [line.split() for line in asked.out.splitlines()[-3:]] == [
+        ["stage", "result"],
+        ["load", f'{{"balance":"{SECRET}"}}'],
+        ["propose", '"refund"'],
+    ]
     (told,) = program("timeline", manifest.window_id, "--json").json
     assert told["stages"] == ["load", "propose"]
     assert told["state"] == "awaiting_approval"
+    assert SECRET not in json.dumps(told)
+    (told,) = program("timeline", manifest.window_id, "--json", "--payload").json
+    assert told["results"] == {"load": {"balance": SECRET}, "propose": "refund"}
+    kept = {"load": json.dumps({"balance": SECRET}, separators=(",", ":")), "propose": '"refund"'}
+    assert client.stages(manifest.window_id) == kept
+
+    async def ask() -> dict[str, str]:
+        async with AsyncAccumulator(server.url, namespace=namespace) as accumulator:
+            return await accumulator.stages(manifest.window_id)
+
+    assert asyncio.run(ask()) == kept
 
 
 def test_a_manifest_that_is_not_there(program: Program, client: Accumulator) -> None:
@@ -247,11 +267,39 @@ def test_a_manifest_that_is_not_there(program: Program, client: Accumulator) -> 
         shown = program(decision, absent, *BY)
         assert (shown.code, shown.out) == (1, f"{absent}: there is no manifest of that id\n")
     assert client.discard(absent, by="ana", reason="why") == Decided("missing", "")
-    for command in (["timeline"], ["approve", *BY]):
-        for wrong in ("nonsense", "1" * 20, "é" * 20, ""):
-            shown = program(*command, wrong)
-            assert shown.code == 2, (command, wrong)
-            assert shown.err == "accumulator: window_id: is none of this namespace\n"
+    for wrong in ("nonsense", "1" * 20, "é" * 20, ""):
+        shown = program("timeline", wrong)
+        assert (shown.code, shown.err) == (2, "accumulator: window_id: is none of this namespace\n"), wrong
+        assert program("approve", *BY, wrong) == (1, f"{wrong}: there is no manifest of that id\n", "")
+
+
+def test_what_is_no_id_is_named_and_the_others_are_decided(program: Program, client: Accumulator) -> None:
+    first, second = (handled(client, "dead", n).window_id for n in (1, 2))
+    shown = program("replay", first, "zz\nz", second, *BY)
+    assert shown == (
+        1,
+        f"{first}: handed out again\nzz\\nz: there is no manifest of that id\n{second}: handed out again\n",
+        "",
+    )
+    told = program("discard", first, "zzz", second, *BY, "--json").json
+    assert [(each["window_id"], each["outcome"]) for each in told] == [
+        (first, "done"),
+        ("zzz", "missing"),
+        (second, "done"),
+    ]
+    assert program("discard", "zzz", "--by", "", "--reason", "why").code == 2  # that is wrong for all of them
+    for n in (1, 2):
+        client.push(event(n, "shop:good:1", "unlisted"))
+    one, two = (item.item_id for item in client.reconciliation())
+    shown = program("reconcile", "accept", one, "zzz", "9-1-1", two, *BY)
+    assert (shown.code, shown.err) == (1, "")
+    assert [line.split(": ")[1] for line in shown.out.splitlines()] == [
+        "accepted into window 1",
+        "no such item waits",
+        "no such item waits",
+        "accepted into window 1",
+    ]
+    assert shown.out.splitlines()[1:3] == ["zzz: no such item waits", "9-1-1: no such item waits"]
 
 
 # --- decisions --------------------------------------------------------------------------------------------------------
@@ -545,7 +593,7 @@ def test_a_filter_or_items_never_both_and_never_none(program: Program, client: A
 def test_ids_that_no_queue_gave_are_refused(program: Program, client: Accumulator) -> None:
     for wrong in ("", "x", "1-2", "1-2-x", "-1-2-3", "99-1-1", "1-2-3-4", "1-٣-3"):
         assert program("reconcile", "show", "--", wrong).code == 2, wrong
-        assert program("reconcile", "discard", *BY, "--", wrong).code == 2, wrong
+        assert program("reconcile", "discard", *BY, "--", wrong) == (1, f"{wrong}: no such item waits\n", "")
     assert client.resolve("1-1-1", "accept", by="ana", reason="why") == Resolved("1-1-1", "missing")
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import accumulator.handlers
 from accumulator.client import Accumulator
-from accumulator.errors import InvalidInput
+from accumulator.errors import HandlerMissing, InvalidInput
 from accumulator.handlers import handler
 from accumulator.testing import START, VirtualClock, handle_waiting
 from tests.conftest import MakeClient, event
@@ -95,6 +95,29 @@ def test_handlers_are_run_in_order_until_none_waits(
     clock.advance("1s")
     assert handle_waiting(virtual) == 1 + 1  # a dead one holds nobody up: the next one's first
     assert [m.state for m in virtual.manifests("t:g:1")] == ["dead", "retrying", "closed"]
+
+
+def test_a_handler_that_was_not_imported_is_named(
+    virtual: Accumulator, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accumulator.handlers, "_registry", {})
+    handled: list[str] = []
+    handler("f")(lambda ctx: handled.append(ctx.manifest.bucket_key))
+    for flow in ("order", "f"):
+        virtual.load_policy(flow, {"inactivity": "1h", "sink": "direct"})
+        virtual.push(event("e1", f"t:{flow}:1", at=clock))
+        virtual.flush(f"t:{flow}:1")
+    with pytest.raises(HandlerMissing, match=r"^flow order: no handler is registered for it$"):
+        handle_waiting(virtual)
+    assert handled == ["t:f:1"]
+    (manifest,) = virtual.manifests("t:order:1")
+    assert (manifest.state, manifest.error) == (
+        "retrying",
+        "HandlerMissing: flow order: no handler is registered for it",
+    )
+    monkeypatch.setitem(accumulator.handlers._registry, "order", accumulator.handlers.find_handler("f"))
+    clock.advance("5s")
+    assert handle_waiting(virtual) == 1
 
 
 def test_the_fixtures_serve_a_policy_test(project: Project) -> None:
