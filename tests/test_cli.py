@@ -399,6 +399,9 @@ def test_policy_load_and_show(program: Program, client: Accumulator, tmp_path: P
     ]
     assert "same" in program("policy", "load", "--config", file).out
     assert program("policy", "load", "--config", file, "none").code == 2
+    for command in "policy", "ladder":
+        assert "a file goes to --config" in program(command, "load", "--config", file, file).err
+        assert "--config" not in program(command, "load", "--config", file, "x" * 5000).err
     assert program("policy", "load").code == 2
     shown = program("policy", "show").out
     assert re.search(r"order +2 +inactivity 2s, ordered false", shown)
