@@ -241,8 +241,8 @@ def deliver(
     resolve: Resolve = socket.getaddrinfo,
     ctx: Context | None = None,
 ) -> None:
-    """Sends what is handed over, manifests with what their context adds. Raises Declined, NotAllowed or Failed; their texts
-    hold neither payload nor secret."""
+    """Sends what is handed over, manifests with what their context adds. Raises Declined, NotAllowed or Failed; their
+    texts hold neither payload nor secret."""
     until = monotonic() + endpoint.timeout / 1000
     url = httpx.URL(endpoint.url)
     targets = [url]
