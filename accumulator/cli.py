@@ -224,6 +224,7 @@ def _fed_json(file: str, fed: Fed) -> dict[str, Any]:
         "file": file,
         **summary,
         "bad_lines": [bad._asdict() for bad in fed.bad_lines],
+        "not_taken": [one._asdict() for one in fed.not_taken],
         "failure": None if fed.failure is None else str(fed.failure),
         "seconds": round(fed.seconds, 3),
     }
@@ -251,6 +252,11 @@ def _fed_table(fed: Fed) -> None:
     rows.append(("windows closed", fed.closed.total()))
     rows += [(f"  {reason}", n) for reason, n in sorted(fed.closed.items())]
     say_table(("outcome", "events"), [(name, f"{n:,}") for name, n in rows], numbers=("events",))
+    for one in fed.not_taken:
+        say(plain(one))
+    more = sum(fed.outcomes[outcome] for outcome in ("conflict", "rejected", "reconciled")) - len(fed.not_taken)
+    if more:
+        say(f"and {count_of(more, 'event')} more in no window")
     rate = f", {fed.events / fed.seconds:,.0f} a second" if fed.seconds > 0.01 and fed.events else ""
     say(f"{count_of(fed.events, 'event')} of {count_of(fed.lines, 'line')} in {fed.seconds:.1f} s{rate}")
 

@@ -38,6 +38,7 @@ MAX_LINE: Final = 16 << 20
 BATCH_EVENTS: Final = 2000
 BATCH_BYTES: Final = 8 << 20
 SHOWN_BAD_LINES: Final = 1000
+SHOWN_NOT_TAKEN: Final = 10
 RESENDS_AFTER: Final = (0.2, 1.0)
 """Seconds before an unanswered part is sent the second and the third time."""
 
@@ -56,10 +57,26 @@ class BadLine(NamedTuple):
         return f"line {self.number}: {where}{self.rule}"
 
 
+class NotTaken(NamedTuple):
+    """An event that is in no window, a conflict or rejected or reconciled: its line from 1, and why."""
+
+    number: int
+    event_id: str
+    outcome: str
+    code: str | None
+
+    def __str__(self) -> str:
+        return f"line {self.number}: {self.event_id}: {self.outcome}" + (f" ({self.code})" if self.code else "")
+
+
+_NOT_TAKEN: Final = frozenset({Outcome.CONFLICT, Outcome.REJECTED, Outcome.RECONCILED})
+
+
 @dataclass
 class Fed:
     """What became of a file. `codes` counts ``rejected: late`` and the like, `closed` manifests by reason, `opened`
-    windows that an event of this file opened; `bad_lines` holds the first of them, `bad` counts all."""
+    windows that an event of this file opened; `bad_lines` holds the first of them, `bad` counts all; `not_taken` holds
+    the first of those that `outcomes` counts as conflict, rejected or reconciled."""
 
     lines: int = 0
     blank: int = 0
@@ -71,6 +88,7 @@ class Fed:
     closed: Counter[str] = field(default_factory=Counter)
     bad: int = 0
     bad_lines: list[BadLine] = field(default_factory=list)
+    not_taken: list[NotTaken] = field(default_factory=list)
     resent: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     """Why events stayed `unknown`."""
@@ -80,13 +98,16 @@ class Fed:
     """Why the server ended it, before the end of the file."""
     seconds: float = 0.0
 
-    def count(self, receipt: Receipt) -> None:
+    def count(self, number: int, receipt: Receipt) -> None:
+        """Counts the answer to the event of a line."""
         self.events += 1
         self.outcomes[receipt.outcome.value] += 1
         if receipt.code is not None:
             self.codes[f"{receipt.outcome.value}: {receipt.code}"] += 1
         elif receipt.conflict:
             self.codes[f"{receipt.outcome.value}: conflict"] += 1
+        if receipt.outcome in _NOT_TAKEN and len(self.not_taken) < SHOWN_NOT_TAKEN:
+            self.not_taken.append(NotTaken(number, receipt.event_id, receipt.outcome.value, receipt.code))
         self.late += receipt.late
         self.opened += receipt.position == 1
         self.closed.update(window.reason for window in receipt.closed_windows)
@@ -298,7 +319,7 @@ class _Feed:
                 left.append(pair)
                 reasons[receipt.error or "no answer"] += 1
             else:
-                self._fed.count(receipt)
+                self._fed.count(pair[0], receipt)
         self._batch = left
         return None, reasons
 

@@ -30,6 +30,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from traceback import format_exception_only, walk_tb
 from typing import Any, Final, TypeVar
 
 from accumulator.emission import Emission
@@ -332,14 +333,24 @@ def load_handlers(modules: Iterable[str]) -> None:
         except ModuleNotFoundError as problem:
             what = "there is no such module" if problem.name == name else f"it needs {problem.name}, which is not there"
             raise InvalidSettings("handlers", f"{name} can't be imported: {what}") from problem
-        except SyntaxError as problem:
-            where = f"{(problem.filename or name).rpartition('/')[2]}:{problem.lineno}"
-            raise InvalidSettings("handlers", f"{name} can't be imported: SyntaxError at {where}") from problem
         except Exception as problem:
-            from accumulator.logs import place  # only now: it brings structlog, which a client does without
+            raise InvalidSettings("handlers", f"{name} can't be imported: {_failed(name, problem)}") from problem
 
-            what = f"{type(problem).__name__} at {place(problem)}"
-            raise InvalidSettings("handlers", f"{name} can't be imported: {what}") from problem
+
+def _failed(name: str, problem: Exception) -> str:
+    """Why the import of a module failed, and where in it: ``KeyError at shop.py:3 <module>: 'DB_URL'``. No payload is
+    about at an import, so the exception's own words are told; a URL's user and password are not."""
+    kind = type(problem).__name__
+    if isinstance(problem, SyntaxError):
+        where, text = f"{(problem.filename or name).rpartition('/')[2]}:{problem.lineno}", problem.msg
+    else:
+        frames = list(walk_tb(problem.__traceback__))
+        own = [(frame, line) for frame, line in frames if frame.f_globals.get("__name__") == name]
+        frame, line = (own or frames)[-1]
+        where = f"{frame.f_code.co_filename.rpartition('/')[2]}:{line} {frame.f_code.co_name}"
+        text = format_exception_only(problem)[0].partition(":")[2]
+    said = re.sub(r"//\S*@", "//***@", " ".join(text.split()))[:300]
+    return f"{kind} at {where}" + (f": {said}" if said else "")
 
 
 def cause_of(error: BaseException) -> str:

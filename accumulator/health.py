@@ -92,7 +92,7 @@ class Health:
     `stuck` those of them that are older than 10 min and wait for no person (of the first 200 of each partition).
     `ready`: sink → manifests whose turn has come and that nobody took yet. `people`: state → what waits for somebody
     (of the first 1000 of each partition); `reconcile` the events that do. `workers` are those of the last hour. `rq`:
-    the queues of RQ that flows go to; None where no dispatcher has seen them for 20 s.
+    the queues of RQ that flows go to; None where no dispatcher is alive, or none has seen them for 20 s.
     """
 
     problems: tuple[str, ...] = ()
@@ -320,9 +320,11 @@ def read_health(
             text = f"{_count(queue.count, noun)} {what_waits}, the oldest for {_span(queue.oldest)}"
             (problems if queue.oldest > PATIENCE else warnings).append(text)
 
-    queues = _queues(dict(as_pairs(replies[1])), now)
-    if "rq" in sinks.values() and any(worker.alive and "dispatcher" in worker.roles for worker in workers):
-        problems += _judge_queues(queues)
+    queues = None
+    if any(worker.alive and "dispatcher" in worker.roles for worker in workers):
+        queues = _queues(dict(as_pairs(replies[1])), now)  # what one said that has signed off holds no more
+        if "rq" in sinks.values():
+            problems += _judge_queues(queues)
 
     unsettled = columns.total("outbox")
     for name, held in (("max_unsettled", unsettled), ("max_reconcile", reconcile.count)):
@@ -353,8 +355,8 @@ def _judge_workers(
     alive = [worker for worker in workers if worker.alive]
     if not alive:
         last = min((worker.age for worker in workers), default=None)
-        seen = "none was seen within the last hour" if last is None else f"the last was seen {_span(last)} ago"
-        yield f"no worker is alive: {seen}"
+        gone = "those of the last hour, if any, were stopped and signed off"
+        yield f"no worker is alive: {gone if last is None else f'the last was seen {_span(last)} ago'}"
         return
     roles = {role for worker in alive for role in worker.roles}
     if "closer" not in roles:

@@ -19,6 +19,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     SecretStr,
     SkipValidation,
     ValidationError,
@@ -31,8 +32,19 @@ from accumulator.keys import MAX_PARTITIONS, check_namespace
 from accumulator.ladders import Ladder
 from accumulator.policy import Policy, broken, duration_option, first_problem, flow_problem, shown, whole_number
 
-__all__ = ["MAX_CONFIG_BYTES", "Config", "RqServer", "RqSink", "Settings", "WebhookSink", "find_config", "load_yaml"]
+__all__ = [
+    "MAX_CONFIG_BYTES",
+    "USUAL_CONFIG",
+    "Config",
+    "RqServer",
+    "RqSink",
+    "Settings",
+    "WebhookSink",
+    "find_config",
+    "load_yaml",
+]
 
+USUAL_CONFIG: Final = "config/accumulator.yaml"
 MAX_CONFIG_BYTES: Final = 1024 * 1024
 MAX_HANDLERS: Final = 100
 MAX_FLOWS: Final = 1000
@@ -379,6 +391,8 @@ class Config(BaseModel):
         100_000, description="items that may wait for reconciliation before further ones are refused"
     )
 
+    _path: str | None = PrivateAttr(None)
+
     def __init__(self, /, **values: Any) -> None:
         policies = values.get("policies")
         if policies is None:
@@ -421,6 +435,11 @@ class Config(BaseModel):
             raise InvalidSettings(shown(odd), "is unknown")
         return cls(**values)
 
+    @property
+    def path(self) -> str | None:
+        """The file that :func:`find_config` found it in, as it was named; None otherwise."""
+        return self._path
+
     def rq_sink(self, flow: str) -> RqSink:
         """The options of a flow whose sink is `rq`."""
         found = self.sinks.get(flow, self.sinks.get(DEFAULT))
@@ -441,9 +460,12 @@ class Config(BaseModel):
 def find_config(settings: Settings, given: Path | None = None) -> Config | None:
     """The configuration of the file that is `given`, else that the environment names, else of `config/accumulator.yaml`
     where that is there."""
-    usual = Path("config/accumulator.yaml")
-    path = given or settings.config or (usual if usual.is_file() else None)
-    return None if path is None else Config.load(path)
+    path = given or settings.config or (Path(USUAL_CONFIG) if Path(USUAL_CONFIG).is_file() else None)
+    if path is None:
+        return None
+    config = Config.load(path)
+    config._path = str(path)
+    return config
 
 
 # YAML

@@ -6,6 +6,7 @@ Tables are for people; `--json` prints one JSON object a line, with instants in 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -165,7 +166,8 @@ def load_named(
     each. Raises InvalidSettings where one is not there, before any is loaded."""
     for name in names or ():
         if name not in there:
-            raise InvalidSettings(name, f"is no {what} of the configuration file")
+            hint = ": a file goes to --config" if os.path.isfile(name) else ""
+            raise InvalidSettings(name, f"is no {what} of the configuration file{hint}")
     loaded = [load(name, there[name]) for name in names or there]
     if as_json:
         for one in loaded:

@@ -13,7 +13,8 @@ Headers: ``Idempotency-Key`` (the window id: the same in each attempt), ``Accumu
 ``Accumulator-Timestamp`` (seconds) and ``Accumulator-Signature``: ``v1=`` and the hex HMAC-SHA256, under the secret, of
 ``<timestamp>.<body>``; :func:`check_signature` is for the receiving side. 2xx confirms; 409 and 410 are permanent; any
 other answer, and none, is tried again: up to MAX_ATTEMPTS, with pauses of up to 30 min, some 3 h in all. Redirects are
-not followed. Where a host has an address that is not public, nothing is sent, unless the endpoint allows it.
+not followed. Where a host has an address that is not public, nothing is sent, unless the endpoint allows it: an address
+that the configuration names is refused at the start, one that a name leads to ends the manifest (``NotAllowed``).
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ MAX_BACKOFF: Final = 1_800_000
 """ms: pauses double from the one to the other, each anywhere between none and all of it."""
 MIN_SECRET: Final = 16
 
+_NOT_PUBLIC: Final = "that is not public: allow it with private: true"
 _SMALL: Final = 4096
 _NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
 
@@ -60,8 +62,12 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolve = Callable[..., Sequence[tuple[Any, ...]]]
 
 
-class Refused(PermanentError):
-    """The other side, or we, refuse for good: no retry will help."""
+class Declined(PermanentError):
+    """The other side wants it no more (409, 410): no retry will help."""
+
+
+class NotAllowed(PermanentError):
+    """The host is none that the endpoint may reach."""
 
 
 class Failed(Exception):
@@ -89,9 +95,13 @@ class Endpoint:
 
     @classmethod
     def of(cls, flow: str, sink: WebhookSink) -> Self:
-        """What the configuration says of a flow, with the secret that the environment holds. Raises InvalidSettings."""
+        """What the configuration says of a flow, with the secret that the environment holds. Raises InvalidSettings,
+        also for a host that is plainly not public; what a name leads to shows only when it is sent to."""
         try:
-            return cls(sink.url, sink.secret(), sink.timeout, sink.private)
+            made = cls(sink.url, sink.secret(), sink.timeout, sink.private)
+            if not (made.private or _may_be_public(urlsplit(made.url).hostname or "")):
+                raise InvalidSettings("url", f"names a host {_NOT_PUBLIC}")
+            return made
         except InvalidSettings as problem:
             raise InvalidSettings(f"sinks.{flow}.{problem.field}", problem.rule) from None
 
@@ -201,9 +211,17 @@ def _is_public(address: Address) -> bool:
     return address.is_global and not (address.is_multicast or address.is_reserved or address.is_unspecified)
 
 
+def _may_be_public(host: str) -> bool:
+    """Whether that can't be ruled out without asking what the name resolves to."""
+    try:
+        return _is_public(ipaddress.ip_address(host.partition("%")[0]))
+    except ValueError:
+        return host.rstrip(".") != "localhost"
+
+
 def public_addresses(host: str, port: int, resolve: Resolve = socket.getaddrinfo) -> list[str]:
-    """The host's addresses, in the order to try. Raises Refused where one of them is not public: a name must not lead
-    inside; Failed where there is none."""
+    """The host's addresses, in the order to try. Raises NotAllowed where one of them is not public: a name must not
+    lead inside; Failed where there is none."""
     try:
         found = list(dict.fromkeys(str(info[4][0]) for info in resolve(host, port, type=socket.SOCK_STREAM)))
     except (OSError, UnicodeError):
@@ -212,7 +230,7 @@ def public_addresses(host: str, port: int, resolve: Resolve = socket.getaddrinfo
         raise Failed("the host's name can't be resolved")
     for address in found:
         if not _is_public(ipaddress.ip_address(address.partition("%")[0])):
-            raise Refused("the host has an address that is not public: allow it with private: true")
+            raise NotAllowed(f"the host has an address {_NOT_PUBLIC}")
     return found
 
 
@@ -223,8 +241,8 @@ def deliver(
     resolve: Resolve = socket.getaddrinfo,
     ctx: Context | None = None,
 ) -> None:
-    """Sends what is handed over, manifests with what their context adds. Raises Refused or Failed; their texts hold
-    neither payload nor secret."""
+    """Sends what is handed over, manifests with what their context adds. Raises Declined, NotAllowed or Failed; their
+    texts hold neither payload nor secret."""
     until = monotonic() + endpoint.timeout / 1000
     url = httpx.URL(endpoint.url)
     targets = [url]
@@ -260,7 +278,7 @@ def deliver(
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise Failed(type(error).__name__) from None
         if status in PERMANENT:
-            raise Refused(f"HTTP {status}")
+            raise Declined(f"HTTP {status}")
         if not 200 <= status < 300:
             raise Failed(f"HTTP {status}")
         return

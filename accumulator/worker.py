@@ -22,7 +22,14 @@ from accumulator.address import Address
 from accumulator.client import Accumulator
 from accumulator.closer import Closer
 from accumulator.errors import AuthenticationFailed, InvalidSettings, MissingRight, ServerError
-from accumulator.handlers import DEFAULT, load_handlers, missing_handlers, missing_step_handlers
+from accumulator.handlers import (
+    DEFAULT,
+    load_handlers,
+    missing_handlers,
+    missing_step_handlers,
+    registered,
+    with_step_handler,
+)
 from accumulator.janitor import Janitor
 from accumulator.policy import Policy
 from accumulator.processes import Processes, run_handlers
@@ -30,7 +37,7 @@ from accumulator.pulse import Pulse
 from accumulator.role import Role, Trouble, stopped_by
 from accumulator.rq_sink import Dispatcher, work
 from accumulator.runner import DirectRunner
-from accumulator.settings import Config, Settings
+from accumulator.settings import USUAL_CONFIG, Config, Settings
 from accumulator.turns import InFlight
 from accumulator.webhook import Endpoint, WebhookRunner
 
@@ -87,6 +94,7 @@ class Worker:
         rq_workers = rq_workers or int("rq" in roles)
         self.settings = settings if config is None else settings.with_config(config)
         self.config = Config() if config is None else config
+        self._source = "none" if config is None else config.path or "given by the program"
         rq_server = rq_url or self.settings.rq_server
         self._homeless = Address.of(rq_server, "rq_url").kind == "cluster"
         if self._homeless:
@@ -138,6 +146,8 @@ class Worker:
         signals = signal.SIGTERM, signal.SIGINT
         try:
             with stopped_by(self.stop, *signals):
+                if self._source == "none":
+                    self.log.warning("no_configuration", remedy=f"--config FILE, ACCUMULATOR_CONFIG or {USUAL_CONFIG}")
                 load_handlers(self.config.handlers)
                 with stopped_by(self.stop, *signals):  # a module of theirs may have taken them for itself
                     if self._begin():
@@ -235,7 +245,14 @@ class Worker:
         ]
         for thread in threads:
             thread.start()
-        self.log.info("started", roles=" ".join(self._names), namespace=self.settings.namespace)
+        self.log.info(
+            "started",
+            roles=" ".join(self._names),
+            namespace=self.settings.namespace,
+            config=self._source,
+            handlers=len(registered()),
+            step_handlers=len(with_step_handler()),
+        )
         while not self._stopping.wait(1.0):
             continue
         self.log.info("stopping")

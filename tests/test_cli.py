@@ -172,6 +172,19 @@ def test_push_tells_bad_lines_and_is_1(program: Program, client: Accumulator, tm
     assert summary["outcomes"] == {"accepted": 2}
 
 
+def test_push_names_what_it_could_not_take(program: Program, client: Accumulator, tmp_path: Path) -> None:
+    path = tmp_path / "orders.jsonl"
+    path.write_bytes(b"\n" + lines(*(event(n) for n in range(12)), *(event(n, payload="secret") for n in range(12))))
+    said = program("push", path).out
+    named = [text for text in said.splitlines() if text.startswith("line ")]
+    assert named == [f"line {14 + n}: {event(n)['event_id']}: conflict" for n in range(10)]
+    assert "and 2 events more in no window" in said
+    assert "secret" not in said
+    (summary,) = program("push", path, "--json").json
+    first = {"number": 14, "event_id": event(0)["event_id"], "outcome": "conflict", "code": None}
+    assert (summary["not_taken"][0], len(summary["not_taken"])) == (first, 10)
+
+
 def test_push_strict_stops_and_says_what_was_sent(program: Program, client: Accumulator, tmp_path: Path) -> None:
     path = tmp_path / "orders.jsonl"
     path.write_bytes(lines(event(1), event(2)) + b"nonsense\n" + lines(event(3)))
@@ -399,6 +412,9 @@ def test_policy_load_and_show(program: Program, client: Accumulator, tmp_path: P
     ]
     assert "same" in program("policy", "load", "--config", file).out
     assert program("policy", "load", "--config", file, "none").code == 2
+    for command in "policy", "ladder":
+        assert "a file goes to --config" in program(command, "load", "--config", file, file).err
+        assert "--config" not in program(command, "load", "--config", file, "x" * 5000).err
     assert program("policy", "load").code == 2
     shown = program("policy", "show").out
     assert re.search(r"order +2 +inactivity 2s, ordered false", shown)

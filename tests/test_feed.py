@@ -311,14 +311,16 @@ def test_what_will_not_pass_is_not_tried_again(error: Exception) -> None:
 def test_outcomes_codes_and_windows_are_counted() -> None:
     closed = ClosedWindow("w", 1, "max_events", 5)
     fed = Fed()
-    for receipt in (
+    receipts = (
         Receipt(Outcome.ACCEPTED, "a", "k", "w", 1, 1),
         Receipt(Outcome.ACCEPTED, "b", "k", "w", 1, 2, late=True, closed="max_events", closed_windows=(closed,)),
         Receipt(Outcome.DUPLICATE, "b", "k", conflict=True),
         Receipt(Outcome.REJECTED, "c", "k", code="payload_too_large"),
         Receipt(Outcome.RECONCILED, "d", "k", code="late", closed_windows=(closed, closed)),
-    ):
-        fed.count(receipt)
+    )
+    for number, receipt in enumerate(receipts, 1):
+        fed.count(number, receipt)
+    assert list(map(str, fed.not_taken)) == ["line 4: c: rejected (payload_too_large)", "line 5: d: reconciled (late)"]
     assert fed.outcomes == {"accepted": 2, "duplicate": 1, "rejected": 1, "reconciled": 1}
     assert fed.codes == {"duplicate: conflict": 1, "rejected: payload_too_large": 1, "reconciled: late": 1}
     assert (fed.late, fed.opened, fed.closed) == (1, 1, {"max_events": 3})

@@ -141,8 +141,20 @@ def test_modules_register_when_they_are_loaded(module: Callable[[str, str], None
     [
         (None, "no_such_handlers can't be imported: there is no such module"),
         ("import no_such_thing", "it needs no_such_thing, which is not there"),
-        ("1 / 0", "can't be imported: ZeroDivisionError at no_such_handlers.py:1 <module>"),
-        ("def f(:", "can't be imported: SyntaxError at no_such_handlers.py:1"),
+        ("1 / 0", "can't be imported: ZeroDivisionError at no_such_handlers.py:1 <module>: division by zero$"),
+        ("def f(:", "can't be imported: SyntaxError at no_such_handlers.py:1: invalid syntax$"),
+        ("import os\nX = os.environ['NOT_THERE']", "KeyError at no_such_handlers.py:2 <module>: 'NOT_THERE'$"),
+        (
+            "from accumulator import handler\n@handler('x', max_atempts=3)\ndef f(ctx): ...",
+            "TypeError at no_such_handlers.py:2 <module>: .* unexpected keyword argument 'max_atempts'",
+        ),
+        (
+            "from os import no_such_name",
+            "ImportError at no_such_handlers.py:1 <module>: cannot import name 'no_such_name'",
+        ),
+        ("def f():\n    raise RuntimeError\nf()", "RuntimeError at no_such_handlers.py:2 f$"),
+        ("raise ValueError('a\\nb' + 'x' * 999)", "<module>: a bx{297}$"),
+        ("raise ValueError('no redis://u:se@cret@h/0')", r"<module>: no redis://\*\*\*@h/0$"),
         ("from accumulator import handler\nhandler('f', timeout='x')", "handler f: timeout"),
     ],
 )

@@ -82,7 +82,7 @@ def attempt(target: Accumulator) -> None:
 
 def test_nobody_was_ever_there(virtual: Accumulator) -> None:
     health = virtual.health()
-    assert health.problems == ("no worker is alive: none was seen within the last hour",)
+    assert health.problems == ("no worker is alive: those of the last hour, if any, were stopped and signed off",)
     assert health.warnings == (VOLATILE,)
     assert not health.ok
 
@@ -485,7 +485,7 @@ def test_the_report(virtual: Accumulator, clock: VirtualClock) -> None:
     close(virtual, clock)
     clock.advance("20s", worker=False)
     assert health_report(virtual.health()) == [
-        "problem: no worker is alive: none was seen within the last hour",
+        "problem: no worker is alive: those of the last hour, if any, were stopped and signed off",
         "problem: 1 window is overdue, the oldest for 10s: no closer is alive",
         f"warning: {VOLATILE}",
         "workers: 0 alive",

@@ -362,6 +362,21 @@ def test_queues_of_rq(virtual: Accumulator, clock: VirtualClock) -> None:
     assert virtual.health().ok
 
 
+def test_what_a_dispatcher_said_ends_with_it(virtual: Accumulator) -> None:
+    virtual.load_policy("q", {"inactivity": "1h"})
+    one, two = (sign_of_life(name, ROLES, ["default"]) for name in ("w1", "w2"))
+    for sign in one, two:
+        virtual.store.perform(virtual.operations.beat(sign))
+    virtual.store.perform(virtual.operations.tell_queues({"a": RqQueue(1)}))
+    virtual.store.perform(virtual.operations.rest(one))
+    assert (virtual.health().problems, virtual.health().rq) == ((), {"a": RqQueue(1)})
+    virtual.store.perform(virtual.operations.rest(two))
+    assert virtual.health().rq is None
+    assert virtual.health().problems == (
+        "no worker is alive: those of the last hour, if any, were stopped and signed off",
+    )
+
+
 def test_health_tells_of_queues_and_their_workers(
     live: Accumulator, server: EmbeddedServer, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,9 +26,10 @@ from accumulator.manifest import Manifest
 from accumulator.settings import Config, Settings, WebhookSink
 from accumulator.testing import VirtualClock
 from accumulator.webhook import (
+    Declined,
     Endpoint,
     Failed,
-    Refused,
+    NotAllowed,
     WebhookRunner,
     body_of,
     check_signature,
@@ -225,7 +226,7 @@ def test_good_answers(receiver: Receiver, http: httpx.Client, manifest: Manifest
 @pytest.mark.parametrize("status", [409, 410])
 def test_permanent_answers(receiver: Receiver, http: httpx.Client, manifest: Manifest, status: int) -> None:
     receiver.answers = [status]
-    with pytest.raises(Refused, match=f"^HTTP {status}$"):
+    with pytest.raises(Declined, match=f"^HTTP {status}$"):
         deliver(receiver.endpoint(), [manifest], http)
 
 
@@ -315,13 +316,13 @@ def test_public_addresses(address: str) -> None:
     ],
 )
 def test_addresses_that_are_not_public(address: str) -> None:
-    with pytest.raises(Refused, match="not public"):
+    with pytest.raises(NotAllowed, match="not public"):
         public_addresses("h", 443, resolving("93.184.216.34", address))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "2130706433", "0x7f.1", "[::1]", "[::ffff:127.0.0.1]"])
 def test_this_host_under_other_names(http: httpx.Client, manifest: Manifest, receiver: Receiver, host: str) -> None:
-    with pytest.raises((Refused, Failed)):
+    with pytest.raises((NotAllowed, Failed)):
         deliver(Endpoint(f"http://{host}:{receiver.port}/", SECRET), [manifest], http)
     assert receiver.requests == []
 
@@ -429,6 +430,23 @@ def test_a_secret_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     Worker(settings, config, roles=["closer"]).accumulator.close()
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.1.2.3:8080", "localhost", "[::1]:8080", "[fd12::1]"])
+def test_a_private_address_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    monkeypatch.setenv("HOOK_SECRET", SECRET)
+    policies = {"f": {"inactivity": "1s", "sink": "webhook"}}
+    sink = {"url": f"http://{host}/t0ken", "secret_env": "HOOK_SECRET"}
+    settings = Settings(redis_url="redis://127.0.0.1:1/0")
+    with pytest.raises(InvalidSettings) as caught:
+        Worker(settings, Config(policies=policies, sinks={"f": sink}))
+    assert str(caught.value) == "sinks.f.url: names a host that is not public: allow it with private: true"
+    for allowed in (
+        {**sink, "private": True},
+        {**sink, "url": "http://hook.example/"},
+        {**sink, "url": "http://1.1.1.1"},
+    ):
+        Worker(settings, Config(policies=policies, sinks={"f": allowed})).accumulator.close()
+
+
 # -- the role
 
 
@@ -492,7 +510,7 @@ def test_refused_for_good(
     with own(server.url, namespace) as one, running(WebhookRunner(one, {"f": receiver.endpoint()})):
         wait_until(lambda: only(live).state == "dead")
     manifest = only(live)
-    assert (manifest.error, len(receiver.requests)) == (f"Refused: HTTP {status}", 1)
+    assert (manifest.error, len(receiver.requests)) == (f"Declined: HTTP {status}", 1)
 
 
 def test_private_addresses_need_leave(
@@ -502,7 +520,7 @@ def test_private_addresses_need_leave(
     with own(server.url, namespace) as one, running(WebhookRunner(one, {"f": receiver.endpoint(private=False)})):
         wait_until(lambda: only(live).state == "dead")
     assert receiver.requests == []
-    assert "allow it with private: true" in (only(live).error or "")
+    assert only(live).error == "NotAllowed: the host has an address that is not public: allow it with private: true"
 
 
 def test_a_slow_answer_is_tried_again(

@@ -26,7 +26,7 @@ from accumulator.handlers import handler
 from accumulator.manifest import Manifest
 from accumulator.role import Role, Trouble, read_wake
 from accumulator.runner import DirectRunner
-from accumulator.settings import Config, Settings
+from accumulator.settings import Config, Settings, find_config
 from accumulator.testing import VirtualClock
 from accumulator.worker import Worker
 from tests.conftest import MakeClient, StartServer, event, wait_until
@@ -40,6 +40,7 @@ pytestmark = pytest.mark.timeout(120)
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is registered."""
     monkeypatch.setattr(accumulator.handlers, "_registry", {})
+    monkeypatch.setattr(accumulator.handlers, "_steps", {})
 
 
 def suppressed(call: Callable[[], object]) -> None:
@@ -48,14 +49,16 @@ def suppressed(call: Callable[[], object]) -> None:
 
 
 class Ears:
-    """Stands in for a role's log: what was said, in order."""
+    """Stands in for a role's log: what was said, in order, and the fields of each event."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
+        self.fields: dict[str, dict[str, object]] = {}
 
     def __getattr__(self, level: str) -> Callable[..., None]:
         def tell(event: str, **fields: object) -> None:
             print(level, event, fields)
+            self.fields[event] = fields
             if level != "debug" and event != "policies_repaired":  # its first upkeep may meet a policy being loaded
                 self.said.append(event)
 
@@ -691,6 +694,27 @@ def test_a_worker_changes_no_policy(
         wait_until(lambda: "started" in worker.log.said)  # type: ignore[attr-defined]
     assert live.policies()["f"][1].inactivity == 1_000
     assert worker.log.said == ["policy_differs", "server", "handler_missing", "started", "stopping", "stopped"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("where", ["none", "given by the program", "shop.yaml"])
+def test_a_worker_says_what_it_was_configured_by(
+    server: EmbeddedServer,
+    settings: Callable[..., Settings],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("shop.yaml").write_text("max_reconcile: 9\n")
+    configs = {"none": None, "given by the program": Config(), "shop.yaml": find_config(Settings(), Path("shop.yaml"))}
+    handler("f")(print)
+    worker = Worker(settings(server.url), configs[where], roles=["closer"])
+    worker.log = Ears()  # type: ignore[assignment]
+    with at_work(worker):
+        wait_until(lambda: "started" in worker.log.said)  # type: ignore[attr-defined]
+    started = worker.log.fields["started"]  # type: ignore[attr-defined]
+    assert (started["config"], started["handlers"], started["step_handlers"]) == (where, 1, 0)
+    assert ("no_configuration" in worker.log.said) is (where == "none")  # type: ignore[attr-defined]
 
 
 def test_a_role_that_breaks_is_made_anew(
