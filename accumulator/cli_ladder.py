@@ -35,6 +35,7 @@ from accumulator.terminal import (
     say_json,
     say_table,
     tell,
+    tell_unknown_flow,
 )
 
 app = typer.Typer()
@@ -70,6 +71,7 @@ def ladders(
     with connected() as (client, _):
         now = client.store.perform(client.operations.now())
         found = [run for run in client.ladders(state) if matches(run.bucket_key, tenant, flow)]
+        tell_unknown_flow(client, flow, len(found))
     if as_json:
         for run in found[:limit]:
             say_json(_object(run))
