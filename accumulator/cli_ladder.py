@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
+from accumulator.client import Accumulator
 from accumulator.emission import STATES, Coming, Happened, LadderRun
 from accumulator.envelope import check_bucket_key
 from accumulator.errors import InvalidInput
@@ -22,6 +24,7 @@ from accumulator.terminal import (
     complain,
     configured,
     connected,
+    id_list,
     instant,
     load_named,
     matches,
@@ -32,6 +35,7 @@ from accumulator.terminal import (
     say_json,
     say_table,
     tell,
+    tell_unknown_flow,
 )
 
 app = typer.Typer()
@@ -44,7 +48,9 @@ WhichArgument = Annotated[
 NameOption = Annotated[
     str | None, typer.Option("--ladder", help="Its name, where the bucket has several.", show_default=False)
 ]
-StartOption = Annotated[str | None, typer.Option("--start-id", help="Its start id, if any.", show_default=False)]
+StartOption = Annotated[
+    str | None, typer.Option("--start-id", help='Its start id; "" is the one without.', show_default=False)
+]
 LimitOption = Annotated[int, typer.Option(min=1, help="At most so many.")]
 
 
@@ -65,14 +71,23 @@ def ladders(
     with connected() as (client, _):
         now = client.store.perform(client.operations.now())
         found = [run for run in client.ladders(state) if matches(run.bucket_key, tenant, flow)]
+        tell_unknown_flow(client, flow, len(found))
     if as_json:
         for run in found[:limit]:
             say_json(_object(run))
     elif found:
         say_table(
-            ("state", "since", "ladder", "bucket", "id", "next"),
+            ("state", "since", "ladder", "bucket", "start id", "id", "next"),
             [
-                (run.state, instant(run.since), run.ladder, run.bucket_key, run.ladder_id, _next(run.next, now))
+                (
+                    run.state,
+                    instant(run.since),
+                    run.ladder,
+                    run.bucket_key,
+                    run.start_id or "",
+                    run.ladder_id,
+                    _next(run.next, now),
+                )
                 for run in found[:limit]
             ],
         )
@@ -98,29 +113,30 @@ def _object(run: LadderRun) -> dict[str, Any]:
 
 
 @ladder_app.command("show")
-def show(which: WhichArgument, as_json: JsonOption = False) -> None:
-    """Show a ladder, or all of a bucket: what was sent when, what comes next and when, why it ended."""
+def show(
+    which: WhichArgument, ladder: NameOption = None, start_id: StartOption = None, as_json: JsonOption = False
+) -> None:
+    """Show a ladder, or all of a bucket: what was sent when, what comes next and when, what was left out, why it
+    ended."""
+    key = _key(which, ladder, start_id)
     with connected() as (client, _):
-        if ":" in which:
-            runs = client.ladders(bucket_key=check_bucket_key(which))
-            found = [run for each in runs if (run := client.ladder(each.ladder_id)) is not None]
-        else:
-            run = client.ladder(which)
-            found = [] if run is None else [run]
+        ids = [which] if key is None else [run.ladder_id for run in _of_bucket(client, key, ladder, start_id)]
+        found = [run for ladder_id in ids if (run := client.ladder(ladder_id)) is not None]
+        left_out = [client.store.perform(client.operations.left_out(run)) for run in found]
         now = client.store.perform(client.operations.now())
-    for number, run in enumerate(found):
+    for number, (run, left) in enumerate(zip(found, left_out, strict=True)):
         if as_json:
-            say_json(_object(run))
+            say_json(_object(run) | {"left_out": left})
             continue
         if number:
             say()
-        _tell(run, now)
+        _tell(run, left, now)
     if not found:
         complain("there is no ladder of that id, or in that bucket")
         raise typer.Exit(FAILED)
 
 
-def _tell(run: LadderRun, now: int) -> None:
+def _tell(run: LadderRun, left_out: Mapping[str, str], now: int) -> None:
     facts: dict[str, object] = {
         "ladder": f"{run.ladder} ({run.ladder_id}), version {run.version}",
         "bucket": run.bucket_key,
@@ -142,6 +158,7 @@ def _tell(run: LadderRun, now: int) -> None:
     ]
     if run.state == "running":
         rows += [(instant(each.at), "to come", each.step, "", "", "") for each in run.coming]
+    rows += [("", "left out", step, why, "", "") for step, why in left_out.items()]
     say_table(("at", "event", "step", "", "handled", "id"), rows)
 
 
@@ -212,22 +229,39 @@ def _argument(text: str) -> tuple[str, Any]:
         return name, value
 
 
+def _key(which: str, ladder: str | None, start_id: str | None) -> str | None:
+    """The bucket key, where that is what was given; None for an id."""
+    if ":" in which:
+        return check_bucket_key(which)
+    if ladder is not None or start_id is not None:
+        raise typer.BadParameter("--ladder and --start-id go with a bucket key")
+    return None
+
+
+def _of_bucket(client: Accumulator, key: str, ladder: str | None, start_id: str | None) -> list[LadderRun]:
+    return [
+        run
+        for run in client.ladders(bucket_key=key)
+        if ladder in (None, run.ladder) and start_id in (None, run.start_id or "")
+    ]
+
+
 def _which(which: str, ladder: str | None, start_id: str | None) -> Which:
-    if ":" not in which:
-        if ladder is not None or start_id is not None:
-            raise typer.BadParameter("--ladder and --start-id go with a bucket key")
+    key = _key(which, ladder, start_id)
+    if key is None:
         return which
-    key = check_bucket_key(which)
     with connected() as (client, _):
-        there = [
-            run
-            for run in client.ladders(bucket_key=key)
-            if ladder in (None, run.ladder) and start_id in (None, run.start_id)
-        ]
+        there = _of_bucket(client, key, ladder, start_id)
     found = [run for run in there if not run.ended] or there[-1:]
     if len(found) > 1:
-        several = ", ".join(f"{run.ladder} {run.start_id or ''}".strip() for run in found)
-        raise InvalidInput("ladder", f"is one of {several} here: name it with --ladder and --start-id, or by its id")
+        several = id_list(
+            [f"{run.ladder} {'without one' if run.start_id is None else run.start_id}" for run in found], 8
+        )
+        raise InvalidInput(
+            "",
+            f"several run there, by name and start id: {several}. Say which with --ladder and --start-id "
+            '(--start-id "" is the one without), or give its id',
+        )
     return found[0].ladder_id if found else (key, ladder or "", start_id or "")
 
 

@@ -16,7 +16,16 @@ import typer
 
 from accumulator.attempts import Effect
 from accumulator.client import Accumulator
-from accumulator.decisions import ATTENTION, UNSETTLED, Decided, ReconcileItem, Resolved, Waiting
+from accumulator.decisions import (
+    ATTENTION,
+    CODES,
+    RESOLUTIONS,
+    UNSETTLED,
+    Decided,
+    ReconcileItem,
+    Resolved,
+    Waiting,
+)
 from accumulator.emission import Emission
 from accumulator.envelope import parse_instant
 from accumulator.errors import InvalidInput, InvalidSettings
@@ -51,6 +60,7 @@ from accumulator.terminal import (
     say_table,
     span,
     tell,
+    tell_unknown_flow,
 )
 
 app = typer.Typer()
@@ -71,7 +81,24 @@ StateOption = Annotated[
 ]
 ByOption = Annotated[str, typer.Option(help="Who decides; it stays in the record.", show_default=False)]
 ReasonOption = Annotated[str, typer.Option(help="Why; it stays in the record.", show_default=False)]
-CodeOption = Annotated[str | None, typer.Option(help="Only items queued for this.", show_default=False)]
+
+
+def _typed_code(value: str) -> str:
+    if value not in CODES:
+        raise typer.BadParameter(f"must be one of {', '.join(CODES)}")
+    return value
+
+
+CodeOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CODE",
+        help=f"Only items queued for this: {', '.join(CODES)}.",
+        parser=_typed_code,
+        show_default=False,
+    ),
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="With filters: say how many match, and change nothing.")]
 LimitOption = Annotated[int, typer.Option(min=1, help="At most so many.")]
 AgeOption = Annotated[
     str | None, typer.Option(metavar="AGE", help="Only what has waited longer: 30m, 2d.", show_default=False)
@@ -102,6 +129,7 @@ def attention(
         now = client.store.perform(client.operations.now())
         found = [each for each in client.attention(state) if matches(each.bucket_key, tenant, flow)]
         queued = client.store.perform(client.operations.queue_length())
+        tell_unknown_flow(client, flow, len(found))
     for each in found[:limit] if as_json else ():
         say_json({**each._asdict(), "age": now - each.since})
     if not as_json and found:
@@ -291,6 +319,14 @@ def _decide(
         raise typer.Exit(FAILED)
 
 
+_LEFT: Final = {"discard": "an attempt is at work", "replay": "not dead, uncertain or reconciling"}
+
+
+def _no_dry_run(dry_run: bool) -> None:
+    if dry_run:
+        raise typer.BadParameter("--dry-run goes with filters")
+
+
 def _decide_where(
     window_ids: Sequence[str] | None,
     filters: tuple[str | None, str | None, str | None, str | None],
@@ -298,12 +334,14 @@ def _decide_where(
     by: str,
     reason: str,
     as_json: bool,
+    dry_run: bool,
     effects: str | None = None,
 ) -> None:
     state, tenant, flow, older_than = filters
     if bool(window_ids) == any(value is not None for value in filters):
         raise typer.BadParameter("name either manifests, or a --state, a --tenant, a --flow, an --older-than")
     if window_ids:
+        _no_dry_run(dry_run)
         _decide(window_ids, decision, by, reason, as_json, effects)
         return
     with connected() as (client, _):
@@ -316,13 +354,20 @@ def _decide_where(
             flow=flow,
             older_than=older_than,
             effects=effects,
+            dry_run=dry_run,
         )
+        tell_unknown_flow(client, flow, sum(counts.values()))
     if as_json:
         say_json(counts)
         return
+    if dry_run:
+        say(f"{count_of(counts['done'], 'manifest')} would be {_DONE[decision]}")
+        if left := counts["wrong_state"]:
+            say(f"{count_of(left, 'manifest')} would be left: {_LEFT[decision]}")
+        return
     say(f"{count_of(counts['done'], 'manifest')} {_DONE[decision]}")
     if left := sum(counts.values()) - counts["done"]:
-        say(f"{count_of(left, 'manifest')} left: an attempt is at work, or it was settled meanwhile")
+        say(f"{count_of(left, 'manifest')} left: {_LEFT[decision]}, or it was settled meanwhile")
 
 
 @app.command()
@@ -352,6 +397,7 @@ def replay(
     tenant: TenantOption = None,
     flow: FlowOption = None,
     older_than: ClosedOption = None,
+    dry_run: DryRunOption = False,
     effects: Annotated[
         str | None,
         typer.Option(
@@ -370,7 +416,8 @@ def replay(
     if effects not in (None, "done", "not-done"):
         raise typer.BadParameter("--effects is done or not-done")
     filters = (state, tenant, flow, older_than)
-    _decide_where(window_ids, filters, "replay", by, reason, as_json, effects and effects.replace("-", "_"))
+    ledger = effects and effects.replace("-", "_")
+    _decide_where(window_ids, filters, "replay", by, reason, as_json, dry_run, ledger)
 
 
 @app.command()
@@ -382,13 +429,14 @@ def discard(
     tenant: TenantOption = None,
     flow: FlowOption = None,
     older_than: ClosedOption = None,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Settle manifests without doing anything, whatever they wait for: those named, or all that match every filter.
 
     One that is processing is left: wait for its attempt to end. Exit code 1 where one that is named is left or settled.
     """
-    _decide_where(window_ids, (state, tenant, flow, older_than), "discard", by, reason, as_json)
+    _decide_where(window_ids, (state, tenant, flow, older_than), "discard", by, reason, as_json, dry_run)
 
 
 @app.command()
@@ -452,6 +500,7 @@ def reconcile_list(
             and matches(item.event.bucket_key, tenant, flow)
             and item.queued_at + age <= now
         ]
+        tell_unknown_flow(client, flow, len(found))
     found.sort(key=lambda item: (item["queued_at"], item["item_id"]))
     for item in found[:limit] if as_json else ():
         say_json(item)
@@ -541,18 +590,31 @@ def _resolve(
     by: str,
     reason: str,
     as_json: bool,
+    dry_run: bool,
 ) -> None:
     code, tenant, flow, older_than = filters
     filtered = any(value is not None for value in filters)
     if bool(items) == filtered:
         raise typer.BadParameter("name either items, or a --code, a --tenant, a --flow, an --older-than")
+    if items:
+        _no_dry_run(dry_run)
     with connected() as (client, _):
         if not items:
             counts = client.resolve_where(
-                decision, by=by, reason=reason, code=code, tenant=tenant, flow=flow, older_than=older_than
+                decision,
+                by=by,
+                reason=reason,
+                code=code,
+                tenant=tenant,
+                flow=flow,
+                older_than=older_than,
+                dry_run=dry_run,
             )
+            tell_unknown_flow(client, flow, sum(counts.values()))
             if as_json:
                 say_json(counts)
+            elif dry_run:
+                say(f"{count_of(counts[RESOLUTIONS[decision]], 'event')} would be {RESOLUTIONS[decision]}")
             else:
                 for outcome, count in counts.items():
                     if count or outcome != "missing":
@@ -589,13 +651,14 @@ def reconcile_accept(
     tenant: TenantOption = None,
     flow: FlowOption = None,
     older_than: AgeOption = None,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Let events join their buckets' next windows: those named, or all that match every filter given.
 
     Exit code 1 where one that is named does not wait any more.
     """
-    _resolve("accept", items, (code, tenant, flow, older_than), by, reason, as_json)
+    _resolve("accept", items, (code, tenant, flow, older_than), by, reason, as_json, dry_run)
 
 
 @reconcile_app.command("discard")
@@ -607,13 +670,14 @@ def reconcile_discard(
     tenant: TenantOption = None,
     flow: FlowOption = None,
     older_than: AgeOption = None,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Take events out of the queue without doing anything: those named, or all that match every filter given.
 
     Exit code 1 where one that is named does not wait any more.
     """
-    _resolve("discard", items, (code, tenant, flow, older_than), by, reason, as_json)
+    _resolve("discard", items, (code, tenant, flow, older_than), by, reason, as_json, dry_run)
 
 
 # --- the namespace ----------------------------------------------------------------------------------------------------

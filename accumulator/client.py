@@ -245,13 +245,15 @@ class Accumulator:
         flow: str | None = None,
         older_than: str | int | None = None,
         effects: str | None = None,
+        dry_run: bool = False,
     ) -> dict[str, int]:
         """``discard`` or ``replay``, of all manifests that are not settled now and match every filter given, of which
         there must be one: how many were ``done``, and how many were left in the ``wrong_state`` (processing). `state`
-        is one of UNSETTLED, `older_than` ``"2h"``, or ms, since they closed. Not atomic."""
+        is one of UNSETTLED, `older_than` ``"2h"``, or ms, since they closed. Not atomic. `dry_run` changes nothing, and
+        says what would become of them."""
         age = 0 if older_than is None else _duration(older_than, "older_than")
         return self.store.perform(
-            self.operations.decide_where(decision, by, reason, state, tenant, flow, age, effects or "")
+            self.operations.decide_where(decision, by, reason, state, tenant, flow, age, effects or "", dry_run)
         )
 
     def resolve(self, item: ReconcileItem | str, decision: str, *, by: str, reason: str) -> Resolved:
@@ -269,11 +271,13 @@ class Accumulator:
         tenant: str | None = None,
         flow: str | None = None,
         older_than: str | int | None = None,
+        dry_run: bool = False,
     ) -> dict[str, int]:
         """The same for all items that wait now and match every filter given, of which there must be one: outcome → how
-        many. `older_than` is ``"2h"``, or ms. Not atomic."""
+        many. `code` is one of CODES, `older_than` ``"2h"``, or ms. Not atomic. `dry_run` changes nothing, and says how
+        many match."""
         age = 0 if older_than is None else _duration(older_than, "older_than")
-        return self.store.perform(self.operations.resolve_where(decision, by, reason, code, tenant, flow, age))
+        return self.store.perform(self.operations.resolve_where(decision, by, reason, code, tenant, flow, age, dry_run))
 
     def load_ladder(self, name: str, ladder: Ladder | Mapping[str, Any], *, only_new: bool = False) -> LoadedLadder:
         """Makes a ladder's definition the latest of its name: it rules the ladders started from now on. Equal content
@@ -477,11 +481,12 @@ class AsyncAccumulator:
         flow: str | None = None,
         older_than: str | int | None = None,
         effects: str | None = None,
+        dry_run: bool = False,
     ) -> dict[str, int]:
         """See :meth:`Accumulator.decide_where`."""
         age = 0 if older_than is None else _duration(older_than, "older_than")
         return await self.store.perform(
-            self.operations.decide_where(decision, by, reason, state, tenant, flow, age, effects or "")
+            self.operations.decide_where(decision, by, reason, state, tenant, flow, age, effects or "", dry_run)
         )
 
     async def resolve(self, item: ReconcileItem | str, decision: str, *, by: str, reason: str) -> Resolved:
@@ -498,10 +503,13 @@ class AsyncAccumulator:
         tenant: str | None = None,
         flow: str | None = None,
         older_than: str | int | None = None,
+        dry_run: bool = False,
     ) -> dict[str, int]:
         """See :meth:`Accumulator.resolve_where`."""
         age = 0 if older_than is None else _duration(older_than, "older_than")
-        return await self.store.perform(self.operations.resolve_where(decision, by, reason, code, tenant, flow, age))
+        return await self.store.perform(
+            self.operations.resolve_where(decision, by, reason, code, tenant, flow, age, dry_run)
+        )
 
     async def load_ladder(
         self, name: str, ladder: Ladder | Mapping[str, Any], *, only_new: bool = False

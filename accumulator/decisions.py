@@ -21,6 +21,11 @@ DECISIONS: Final = ("approve", "refuse", "replay", "discard", "confirm")
 """What can be decided of a manifest."""
 RESOLUTIONS: Final = {"accept": "accepted", "discard": "discarded"}
 """What can be decided of a reconciliation item → what it then is."""
+CODES: Final = (
+    "conflict", "unknown_kind", "occurred_in_future", "stale_policy_version", "policy_changed", "late", "too_old",
+    "set_aside",
+)  # fmt: skip
+"""What an event can be queued for."""
 
 
 class ReconcileItem(NamedTuple):
@@ -134,10 +139,11 @@ class Decisions(Namespace):
         flow: str | None = None,
         older_than: int = 0,
         effects: str = "",
+        dry_run: bool = False,
     ) -> Operation[dict[str, int]]:
         """``discard`` or ``replay`` of all manifests that are not settled when it begins and match every filter given,
         `older_than` in ms since they closed: outcome of :meth:`decide` → how many. Those that are processing are left
-        (``wrong_state``). Not atomic."""
+        (``wrong_state``). Not atomic. `dry_run`: only counts what would become of them."""
         _person(who, why)
         _choice("decision", decision, ("discard", "replay"))
         _choice("effects", effects, ("", "done", "not_done"))
@@ -159,7 +165,12 @@ class Decisions(Namespace):
                 together: dict[str, int] = {}
                 for window_id, reply in zip(some, replies, strict=True):
                     held, key, leader = (value and value.decode() for value in answer(reply))
-                    if held in wanted and tenant in (None, tenant_of(key)) and flow in (None, flow_of(key)):
+                    if held not in wanted or tenant not in (None, tenant_of(key)) or flow not in (None, flow_of(key)):
+                        continue
+                    if dry_run:
+                        taken = held in _TROUBLED if decision == "replay" else held != "processing"
+                        counts["done" if taken else "wrong_state"] += 1
+                    else:
                         decided = leader or window_id
                         together[decided] = together.get(decided, 0) + 1
                 replies = yield [
@@ -243,11 +254,14 @@ class Decisions(Namespace):
         tenant: str | None = None,
         flow: str | None = None,
         older_than: int = 0,
+        dry_run: bool = False,
     ) -> Operation[dict[str, int]]:
         """The same for all items that wait when it begins and match every filter given, `older_than` in ms: outcome →
-        how many. Not atomic."""
+        how many. Not atomic. `dry_run`: only counts them."""
         _person(who, why)
         _choice("decision", decision, RESOLUTIONS)
+        if code is not None:
+            _choice("code", code, CODES)
         if code is None and tenant is None and flow is None and not older_than:
             raise InvalidInput("filter", "is missing: name a code, a tenant, a flow or an age")
         yield from self.connect()
@@ -265,7 +279,11 @@ class Decisions(Namespace):
                             and flow in (None, item.event.flow)
                             and item.queued_at + older_than <= now
                         ):
-                            counts[(yield from self.resolve(item, decision, who, why)).outcome] += 1
+                            if dry_run:
+                                outcome = RESOLUTIONS[decision]
+                            else:
+                                outcome = (yield from self.resolve(item, decision, who, why)).outcome
+                            counts[outcome] += 1
                     page = yield from self.queued(partition, page[-1].item_id, last.decode(), 100)
         return counts
 

@@ -96,6 +96,11 @@ class LadderOperations(Namespace):
                 found[name] = (int(version), Ladder.from_json(name, text))
         return dict(sorted(found.items()))
 
+    def left_out(self, run: LadderRun) -> Operation[dict[str, str]]:
+        """Name → why, of the steps that a ladder never had, by its own version of its definition."""
+        ladder = yield from self._definition(self.prefix_of(run.bucket_key), run.ladder, str(run.version))
+        return ladder.left_out(run.args)
+
     def _definition(self, prefix: str, name: str, version: str) -> Operation[Ladder]:
         replies = yield [Call(("HGET", keys.ladderdef(prefix, name), version))]
         text = answer(replies[0])

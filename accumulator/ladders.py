@@ -60,6 +60,9 @@ class Condition(NamedTuple):
     op: Literal["eq", "ne", "gt", "ge", "lt", "le", "in"]
     value: Any
 
+    def __str__(self) -> str:
+        return f"{self.arg} {self.op} {json.dumps(self.value, ensure_ascii=False)}"
+
     def holds(self, args: Mapping[str, Any]) -> bool:
         """Whether it holds of these arguments."""
         if self.arg not in args:
@@ -166,6 +169,16 @@ class Ladder(NamedTuple):
                 at = max(at, self._instant(anchor_ms, step.offset))
                 found.append(Scheduled(step.name, at, step.stale_after))
         return Schedule(tuple(found), self._instant(found[-1].at if found else anchor_ms, self.final_wait), False)
+
+    def left_out(self, args: Mapping[str, Any]) -> dict[str, str]:
+        """Name → why, of the steps that :meth:`schedule` leaves out for these arguments."""
+        if self.skip_to_escalate is not None and self.skip_to_escalate.holds(args):
+            return dict.fromkeys((step.name for step in self.steps), f"skip_to_escalate holds: {self.skip_to_escalate}")
+        return {
+            step.name: f"when does not hold: {step.when}"
+            for step in self.steps
+            if step.when is not None and not step.when.holds(args)
+        }
 
     def attributes(self, step: str) -> dict[str, Any]:
         """A step's free attributes."""

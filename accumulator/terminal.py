@@ -207,3 +207,9 @@ def matches(key: str, tenant: str | None, flow: str | None) -> bool:
     """Whether a bucket key is of a tenant and flow; None is any."""
     own_tenant, own_flow, _ = key.split(":", 2)
     return tenant in (None, own_tenant) and flow in (None, own_flow)
+
+
+def tell_unknown_flow(client: Accumulator, flow: str | None, found: int) -> None:
+    """Where nothing was found of a flow that has no policy: it may be a slip of the pen."""
+    if flow is not None and not found and flow not in client.policies():
+        tell(f"there is no policy for the flow {plain(flow)}")

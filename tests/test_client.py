@@ -596,7 +596,7 @@ def test_over_maxmemory_pushes_are_refused_and_what_drains_goes_on(
 def test_over_maxmemory_people_decide_all_the_same(start_server: StartServer, server_kind: str, namespace: str) -> None:
     server = start_server(config={"maxmemory-policy": "noeviction"})
     clock = VirtualClock()
-    who = {"by": "ana", "reason": "it is full"}
+    who: dict[str, Any] = {"by": "ana", "reason": "it is full"}
     with (
         redis.Redis.from_url(server.url) as control,
         Accumulator(server.url, namespace=namespace, partitions=4, clock=clock) as accumulator,

@@ -1197,7 +1197,17 @@ def test_the_command_line_shows_starts_and_moves_them(
     assert "started" in program(*start, "--start-id", "F-2").out
     several = program("ladder", "pause", KEY)
     assert several.code == 2
-    assert "is one of cobranca F-1, cobranca F-2 here: name it with --ladder and --start-id" in several.err
+    assert "by name and start id: cobranca F-1, cobranca F-2. Say which with --ladder and --start-id" in several.err
+    rows = [line.split() for line in program("ladders", "--state", "running").out.splitlines()[1:]]
+    assert sorted(row[5] for row in rows) == ["F-1", "F-2"]
+    for options in (("--start-id", "F-2"), ("--start-id", "F-2", "--ladder", "cobranca")):
+        assert [run["start_id"] for run in program("ladder", "show", KEY, *options, "--json").json] == ["F-2"]
+    assert [run["start_id"] for run in program("ladder", "show", KEY, "--start-id", "", "--json").json] == [None]
+    assert program("ladder", "show", KEY, "--ladder", "nope").code == 1
+    assert program("ladder", "show", again["ladder_id"], "--start-id", "F-2").code == 2
+    assert "started" in program(*start).out
+    assert "cobranca without one. Say which" in program("ladder", "pause", KEY).err
+    assert program("ladder", "cancel", KEY, "--start-id", "", "--reason", "x").code == 0
     assert program("ladder", "cancel", KEY, "--start-id", "F-2", "--reason", "x").code == 0
     assert program("ladder", "cancel", KEY, "--ladder", "cobranca", "--reason", "x").code == 0
     assert program("ladder", "pause", KEY, "--start-id", "F-9").out == f"{KEY}: there is no such ladder\n"
@@ -1205,6 +1215,26 @@ def test_the_command_line_shows_starts_and_moves_them(
     emission = live.ladder(again["ladder_id"]).timeline[-1].emission_id  # type: ignore[union-attr]
     assert "emitted  cancelled" in program("timeline", emission or "").out
     assert json.loads(program("timeline", emission or "", "--json").out)["event"] == "cancelled"
+
+
+def test_steps_that_a_condition_left_out_are_shown(
+    live: Accumulator, program: Program, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCUMULATOR_REDIS_URL", server.url)
+    steps = [{"name": "mail", "offset": "1d"}, {"name": "call", "offset": "2d", "when": above(500)}]
+    live.load_policy("fatura", {"inactivity": "10s"})
+    live.load_ladder("dun", {"steps": steps, "escalate": True, "skip_to_escalate": above(10_000)})
+    started = {n: live.start_ladder("dun", f"t:fatura:{n}", datetime.now(UTC), {"n": n}) for n in (1, 501, 10_001)}
+    live.load_ladder("dun", {"steps": [{"name": "other", "offset": "1d", "when": above(10**6)}]})  # not theirs
+    shown = {n: program("ladder", "show", one.ladder_id, "--json").json[0]["left_out"] for n, one in started.items()}
+    skipped = "skip_to_escalate holds: n gt 10000"
+    assert shown == {1: {"call": "when does not hold: n gt 500"}, 501: {}, 10_001: {"mail": skipped, "call": skipped}}
+    rows = [line.split() for line in program("ladder", "show", started[1].ladder_id).out.splitlines()]
+    assert ["left", "out", "call", "when", "does", "not", "hold:", "n", "gt", "500"] in rows
+
+
+def above(value: int) -> dict[str, Any]:
+    return {"arg": "n", "op": "gt", "value": value}
 
 
 def test_a_wrong_ladder_is_refused_at_load(program: Program, tmp_path: Path) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 
 import accumulator.handlers
-from accumulator import cli_operate
+from accumulator import cli_operate, decisions
 from accumulator.client import Accumulator, AsyncAccumulator
 from accumulator.context import Context
 from accumulator.decisions import ATTENTION, Decided, Resolved
@@ -409,9 +411,62 @@ def test_a_backlog_that_nobody_will_handle_is_given_up(program: Program, client:
         "1 manifest discarded", "1 manifest left: an attempt is at work, or it was settled meanwhile",
     ]  # fmt: skip
     assert client.manifest(waiting.window_id).state == "discarded"  # type: ignore[union-attr]
-    for wrong in ([], [taken.window_id, "--flow", "good"], ["--state", "gone"], ["--older-than", "soon"]):
+    named = [taken.window_id]
+    for wrong in ([], [*named, "--flow", "good"], ["--state", "gone"], ["--older-than", "soon"], [*named, "--dry-run"]):
         assert program("discard", *wrong, *BY).code == 2, wrong
         assert program("replay", *wrong, *BY).code == 2, wrong
+
+
+def test_a_dry_run_says_how_many_and_changes_nothing(program: Program, client: Accumulator) -> None:
+    for n in range(3):
+        handled(client, "dead", n)
+    client.push(event("w", "shop:good:1"))
+    client.push_many([event(n, f"shop:good:{n}", "unlisted") for n in range(4)])
+    before = {window.window_id: window.state for n in range(3) for window in client.manifests(f"shop:dead:{n}")}
+    for command, told in (
+        (("discard", "--flow", "dead"), "3 manifests would be discarded\n"),
+        (("discard", "--tenant", "shop", "--state", "closed"), "1 manifest would be discarded\n"),
+        (("discard", "--older-than", "1h"), "0 manifests would be discarded\n"),
+        (("replay", "--tenant", "shop"), "3 manifests would be handed out again\n"),
+        (
+            ("replay", "--state", "closed"),
+            "0 manifests would be handed out again\n1 manifest would be left: not dead, uncertain or reconciling\n",
+        ),
+        (("reconcile", "accept", "--code", "unknown_kind"), "4 events would be accepted\n"),
+        (("reconcile", "discard", "--flow", "good"), "4 events would be discarded\n"),
+    ):
+        assert program(*command, "--dry-run", *BY) == (0, told, ""), command
+    assert program("discard", "--flow", "dead", "--dry-run", "--json", *BY).json == [{"done": 3, "wrong_state": 0}]
+    [taken] = [one for p in range(4) for one in client.store.perform(client.operations.take(p, "direct", 9, 30_000))]
+    assert client.store.perform(client.operations.begin(taken.window_id, 1, "t" * 16, 60_000, 3)).manifest is not None
+    left = "0 manifests would be discarded\n1 manifest would be left: an attempt is at work\n"
+    assert program("discard", "--flow", "good", "--dry-run", *BY).out == left
+    assert {w.window_id: w.state for n in range(3) for w in client.manifests(f"shop:dead:{n}")} == before
+    assert set(before.values()) == {"dead"}
+    assert len(client.reconciliation()) == 4
+    assert not [b for b, _ in client.open_buckets()]
+
+
+def test_a_flow_without_a_policy_and_a_code_that_is_none_are_named(program: Program, client: Accumulator) -> None:
+    for command in (
+        ("attention",), ("discard", *BY), ("replay", "--dry-run", *BY), ("reconcile", "list"),
+        ("reconcile", "accept", *BY), ("reconcile", "discard", *BY), ("ladders",),
+    ):  # fmt: skip
+        assert program(*command, "--flow", "goood").err == "there is no policy for the flow goood\n", command
+        assert program(*command, "--flow", "good").err == "", command
+    for command in (("reconcile", "list"), ("reconcile", "accept", *BY), ("reconcile", "discard", *BY)):
+        shown = program(*command, "--code", "nonsense")
+        assert shown.code == 2, command
+        assert "conflict, unknown_kind, occurred_in_future" in " ".join(shown.err.replace("│", " ").split()), shown.err
+    with pytest.raises(InvalidInput, match="code: must be one of conflict"):
+        client.resolve_where("discard", by="ana", reason="why", code="nonsense")
+
+
+def test_every_code_of_the_queue_can_be_asked_for() -> None:
+    lua = Path(decisions.__file__).parent / "lua"
+    text = "\n".join(path.read_text() for path in lua.glob("*.lua"))
+    queued = re.findall(r"reconcile\('(\w+)'\)|'code', '(set_aside)'|rule, code = p\.\w+, '(\w+)'", text)
+    assert {"".join(code) for code in queued} == set(decisions.CODES)
 
 
 def test_all_that_are_dead_are_replayed(program: Program, client: Accumulator, calls: list[str]) -> None:
@@ -621,7 +676,7 @@ def test_the_same_for_asyncio(client: Accumulator, server: EmbeddedServer, names
     dead, other, third = (handled(client, "dead", n) for n in (1, 2, 3))
     client.push_many([event(n, f"shop:good:{n}", "unlisted") for n in range(3)])
     one, two, _ = client.reconciliation()
-    why = {"by": "ana", "reason": "why"}
+    why: dict[str, Any] = {"by": "ana", "reason": "why"}
 
     async def decide() -> None:
         async with AsyncAccumulator(server.url, namespace=namespace) as mine:

@@ -114,15 +114,22 @@ def acc(server: EmbeddedServer) -> Iterator[Accumulator]:
 
 def run(block: str, url: str = "") -> dict[str, Any]:
     """Runs a block as a module of its own; what it names."""
-    names: dict[str, Any] = {"__name__": "readme", "now": NOW}
+    names: dict[str, Any] = {"__name__": "readme"}
     exec(compile(block.replace("redis://127.0.0.1:6379/0", url), "README.md", "exec"), names)
     return names
 
 
 @pytest.mark.namespaces("acc")
-def test_every_python_block_runs(acc: Accumulator, server: EmbeddedServer) -> None:
-    acc.load_policy("default", {"inactivity": "10s"})
-    for block in blocks("python"):
+def test_every_python_block_runs(acc: Accumulator, server: EmbeddedServer, tmp_path: Path) -> None:
+    """In their order, on a server that holds what the page's configurations install, as a worker does, and no more."""
+    assert acc.policies() == {}  # and the namespace has its one partition
+    for number, block in enumerate(blocks("python")):
+        if number == 1:  # the very first is for a server on which there is nothing
+            for config in configurations(tmp_path):
+                for flow, policy in config.policies.items():
+                    acc.load_policy(flow, policy, only_new=True)
+                for name, ladder in config.ladders.items():
+                    acc.load_ladder(name, ladder, only_new=True)
         said = io.StringIO()
         before = set(registered())
         with redirect_stdout(said):
@@ -221,13 +228,20 @@ def test_the_scenario_holds() -> None:
             assert list(simulate.differences(answer, scenario["expect"])) == []
 
 
+def configurations(folder: Path) -> list[Config]:
+    """Every configuration of the page."""
+    found = []
+    for block in blocks("yaml"):
+        if "steps" not in yaml.safe_load(block):
+            (folder / "c.yaml").write_text(block)
+            found.append(Config.load(folder / "c.yaml"))
+    return found
+
+
 def test_configurations_are_read(tmp_path: Path) -> None:
-    found = [block for block in blocks("yaml") if "steps" not in yaml.safe_load(block)]
+    found = configurations(tmp_path)
     assert found
-    for block in found:
-        (tmp_path / "c.yaml").write_text(block)
-        config = Config.load(tmp_path / "c.yaml")
-        assert config.policies
+    assert all(config.policies for config in found)
 
 
 # --- sh ---------------------------------------------------------------------------------------------------------------
