@@ -41,7 +41,7 @@ from accumulator.export import (
 )
 from accumulator.health import health_report
 from accumulator.manifest import FIRST_STEPS, Manifest, StoredEvent
-from accumulator.policy import parse_duration
+from accumulator.policy import parse_duration, shown
 from accumulator.terminal import (
     FAILED,
     FlowOption,
@@ -762,9 +762,13 @@ def _start(since: str | None, position: Path | None, now: int) -> int:
             raise InvalidSettings(str(position), problem.rule) from None
     if since is None:
         return 0
-    if since[-1:].isalpha() and since[-1:] not in "Zz":
+    if since[:4].isdecimal() and since[4:5] == "-":
+        return parse_instant("--since", since)
+    try:
         return now - parse_duration(since)
-    return parse_instant("since", since)
+    except InvalidInput:
+        rule = f"must be an instant, as in 2026-11-30T00:00:00Z, or an age, as in 2d, not {shown(since)}"
+        raise InvalidInput("--since", rule) from None
 
 
 def _note(position: Path, at: int) -> None:

@@ -86,9 +86,11 @@ class InvalidSettings(InvalidInput):
 
 
 class InvalidScenario(InvalidInput):
-    """A scenario can't be read; `index` is the step, counted from 0, where it is one."""
+    """A scenario can't be read; `index` is the step, counted from 0, where it is one. The text counts from 1."""
 
-    noun = "step"
+    def __str__(self) -> str:
+        where = "" if self.index is None else f"step {self.index + 1}: "
+        return f"{where}{self.field}: {self.rule}"
 
 
 class UnknownFlow(AccumulatorError):

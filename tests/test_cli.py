@@ -314,7 +314,7 @@ def test_simulate_goes_on_after_what_it_cannot_read(program: Program, tmp_path: 
         "6-odd-key.yaml",
         "8-binary.yaml",
     ]
-    assert "step 0" in told[2]
+    assert "step 1" in told[2]
     assert "flow p" in told[2]
     assert program("simulate", tmp_path / "3-no-mapping.yml", "--json").code == 1
     assert "8 scenarios, 6 failed" in program("simulate", tmp_path).out

@@ -1491,7 +1491,7 @@ def test_every_error_is_drawn_in_the_docstring() -> None:
         (errors.InvalidInput("duration", "must have a unit"), "duration: must have a unit"),
         (errors.InvalidEvent("kind", "is required"), "kind: is required"),
         (errors.InvalidEvent("kind", "is required", 0), "event 0: kind: is required"),
-        (errors.InvalidScenario("push", "is unknown", 4), "step 4: push: is unknown"),
+        (errors.InvalidScenario("push", "is unknown", 4), "step 5: push: is unknown"),
         (errors.InvalidSettings("namespace", "is wrong"), "namespace: is wrong"),
         (errors.InvalidPolicy("order", "max_age", "is wrong"), "policy order: max_age: is wrong"),
         (errors.InvalidPolicy("", "max_age", "is wrong"), "max_age: is wrong"),

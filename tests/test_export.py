@@ -342,8 +342,13 @@ def test_since_what(program: Program, client: Accumulator) -> None:
     assert len(program("export", "-", "--since", "1h").json) == 3
     assert program("export", "-", "--since", "2099-01-01T00:00:00Z").json == []
     assert len(program("export", "-", "--since", "2026-01-01T00:00:00+02:00").json) == 3
-    for wrong in ("2026-01-01", "soon", "1y", "", "-1h"):
-        assert program("export", "-", f"--since={wrong}").code == 2, wrong
+    for wrong in ("yesterday", "1y", "", "-1h", "20260101T000000Z", "2026"):
+        shown = program("export", "-", f"--since={wrong}")
+        assert shown.code == 2, wrong
+        assert shown.err.startswith("accumulator: --since: must be an instant, as in 2026-11-30T00:00:00Z, or an age")
+    for wrong in ("2026-01-01", "2026-01-01T00:00:00", "2026-13-01T00:00:00Z"):
+        shown = program("export", "-", f"--since={wrong}")
+        assert (shown.code, shown.err.partition(" ")[2].partition(" ")[0]) == (2, "--since:"), wrong
     assert program("export", "-", "--since", "1h", "--position", "at").code == 2
 
 
