@@ -617,7 +617,7 @@ def _events_table(events: Sequence[StoredEvent]) -> None:
                 "" if stored.event.source_version is None else stored.event.source_version,
                 instant(stored.event.occurred_ms),
                 instant(stored.received_at),
-                " ".join(name for name, is_so in (("late", stored.late), ("revised", stored.revised)) if is_so),
+                " ".join(flag for flag in ("late", "revised", "reconciled") if getattr(stored, flag)),
             )
             for stored in events
         ],

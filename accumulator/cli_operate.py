@@ -229,7 +229,7 @@ def _tell_emission(emission: Emission) -> None:
         "state": emission.state,
         "due at": instant(emission.due_at),
     }
-    say_facts(facts | ({"error": emission.error} if emission.error else {}))
+    say_facts(facts | ({_error_name(emission.state): emission.error} if emission.error else {}))
     say()
     rows: list[Sequence[object]] = [(instant(emission.emitted_at), "emitted", "", "")]
     rows += [(instant(at), state, attempt or "", cause) for at, state, attempt, cause in emission.timeline]
@@ -246,7 +246,7 @@ def _tell_life(manifest: Manifest) -> None:
     }
     more = {
         "failures": manifest.failures,
-        "error": manifest.error,
+        _error_name(manifest.state): manifest.error,
         "approved by": manifest.approved_by,
         "anomaly": manifest.anomaly,
         "handed over": manifest.leader and f"with {manifest.leader}",
@@ -267,6 +267,11 @@ def _tell_life(manifest: Manifest) -> None:
     if manifest.left_out:
         rows.insert(2 + FIRST_STEPS, ("", "", "…", "", _left_out(manifest.left_out)))
     say_table(("at", "after", "state", "attempt", "cause"), rows, numbers=("after", "attempt"))
+
+
+def _error_name(state: str) -> str:
+    """What the error of a manifest is called: one that was got over is no error of what is confirmed."""
+    return "last error" if state == "confirmed" else "error"
 
 
 def _left_out(number: int) -> str:

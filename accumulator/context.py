@@ -251,7 +251,7 @@ class Work:
                         effect.result = self._resolve(stages.execute(self, effect.key))
                 self.results["execute"] = effect.result
         if hasattr(stages, "confirm") and self._resolve(stages.confirm(self)) is False:
-            raise Diverged
+            raise Diverged("confirm found that the world differs")
 
     def _execution(self, stages: Any) -> Effect:
         verify = getattr(stages, "verify", None)

@@ -28,12 +28,14 @@ from accumulator.handlers import (
     PermanentError,
     RetryLater,
     Superseded,
+    Timeout,
     cause_of,
     find_handler,
     find_step_handler,
 )
 from accumulator.logs import get_logger, place
 from accumulator.manifest import Manifest
+from accumulator.policy import format_duration
 from accumulator.role import SLICE, Role
 from accumulator.store import answer, together
 from accumulator.turns import InFlight, Turns
@@ -270,7 +272,9 @@ class Attempt:
         return None
 
     def _failed(self, cause: str) -> Ending:
-        return Ending("failed", cause, 1_000 if self._handler is None else self._handler.delay(self._failures() + 1))
+        handler = self._handler
+        text = _timed_out(handler) if cause == "Timeout" and handler is not None else ""
+        return Ending("failed", cause, 1_000 if handler is None else handler.delay(self._failures() + 1), text)
 
     def _failures(self) -> int:
         """Failed attempts before this one."""
@@ -385,7 +389,8 @@ def _must_load(ctx: Context) -> bool:
 
 def _ending(error: BaseException, handler: Handler, ctx: Work) -> Ending:
     cause, where = cause_of(error), place(error)
-    text = f"{cause}: {_message(error, ctx)}"
+    said = _message(error, ctx)
+    text = _timed_out(handler) if isinstance(error, Timeout) else f"{cause}: {said}" if said else cause
     if isinstance(error, LeaseLost):
         return Ending("lost", cause)
     if isinstance(error, NeedsApproval):
@@ -400,6 +405,10 @@ def _ending(error: BaseException, handler: Handler, ctx: Work) -> Ending:
         return Ending("dead", cause, text=text, where=where)
     delay = error.after_ms if isinstance(error, RetryLater) else handler.delay(ctx.failures + 1)
     return Ending("failed", cause, delay, text, where)
+
+
+def _timed_out(handler: Handler) -> str:
+    return f"Timeout: the handler was not done after {format_duration(handler.timeout)}"
 
 
 def _message(error: BaseException, ctx: Work) -> str:

@@ -730,3 +730,4 @@ def test_an_attempt_ended_from_outside_changes_nothing_more(life: Life) -> None:
     attempts.append(Attempt(life.acc, *taken[:2]))
     assert attempts[0].run() is None
     assert life.story(window_id)[-1][1:] == ("retrying", 1, "Timeout")
+    assert life.manifest(window_id).error == "Timeout: the handler was not done after 5m"

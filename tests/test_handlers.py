@@ -319,6 +319,7 @@ def test_an_asynchronous_handler_past_its_timeout(virtual: Accumulator, window: 
     window_id = window()
     assert attempt(virtual) == "retrying"
     assert story(read(virtual, window_id))[-1] == ("retrying", 1, "Timeout")
+    assert read(virtual, window_id).error == "Timeout: the handler was not done after 20ms"
 
 
 def test_its_own_timeout_error_is_its_own(virtual: Accumulator, window: Callable[[], str]) -> None:
@@ -329,6 +330,7 @@ def test_its_own_timeout_error_is_its_own(virtual: Accumulator, window: Callable
     window_id = window()
     assert attempt(virtual) == "retrying"
     assert story(read(virtual, window_id))[-1] == ("retrying", 1, "TimeoutError")
+    assert read(virtual, window_id).error == "TimeoutError"  # it says nothing
 
 
 def test_a_missing_handler_is_said_and_never_dead(

@@ -213,6 +213,29 @@ def test_timeline_shows_the_whole_life(program: Program, client: Accumulator) ->
     assert client.effects(manifest.window_id)[0].result == json.dumps({"receipt": SECRET}, separators=(",", ":"))
 
 
+def test_an_error_that_was_got_over_is_the_last_one(program: Program, client: Accumulator) -> None:
+    manifest = handled(client, "uncertain")
+    assert f"\nerror     {manifest.error}\n" in program("timeline", manifest.window_id).out
+    client.replay(manifest.window_id, by="ana", reason="it was paid", effects="done")
+    until(client, manifest.bucket_key, "confirmed")
+    assert f"\nlast error  {manifest.error}\n" in program("timeline", manifest.window_id).out
+
+
+def test_a_confirm_that_says_no_is_a_reason(program: Program, client: Accumulator) -> None:
+    handled(client, "diverged")
+    assert "Diverged: confirm found that the world differs\n" in program("attention").out
+
+
+def test_what_came_out_of_the_queue_is_marked(program: Program, client: Accumulator) -> None:
+    client.push(event("odd", "shop:good:1", "unlisted"))
+    (item,) = client.reconciliation()
+    client.resolve(item, "accept", by="ana", reason="a new kind")
+    manifest = handled(client, "good")
+    rows = program("manifest", manifest.window_id, "--events").out.splitlines()[-2:]
+    assert [row.split()[1] for row in rows] == ["eodd", "e1"]
+    assert [row.endswith(" reconciled") for row in rows] == [True, False]
+
+
 def test_a_timeline_of_very_many_transitions_says_how_many_it_leaves_out(program: Program, client: Accumulator) -> None:
     manifest = handled(client, "dead")
     for _ in range(60):
