@@ -150,15 +150,16 @@ class MissingRight(ServerError):
 
 class HandlerMissing(AccumulatorError):
     """A manifest, or a step of a ladder, needs a handler and no module that was loaded registers one for its flow, or
-    its ladder (`flow` has its name)."""
+    its ladder (`flow` has its name); or the webhook role an endpoint (`what` it is that lacks)."""
 
-    def __init__(self, flow: str, noun: str = "flow") -> None:
-        super().__init__(flow, noun)
+    def __init__(self, flow: str, noun: str = "flow", what: str = "handler is registered") -> None:
+        super().__init__(flow, noun, what)
         self.flow = flow
         self.noun = noun
+        self.what = what
 
     def __str__(self) -> str:
-        return f"{self.noun} {self.flow}: no handler is registered for it"
+        return f"{self.noun} {self.flow}: no {self.what} for it"
 
 
 class InternalError(AccumulatorError):

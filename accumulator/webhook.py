@@ -357,7 +357,7 @@ class WebhookRunner(DirectRunner):
     def find(self, flow: str) -> Handler:
         found = self._handlers.get(flow) or self._handlers.get(DEFAULT)
         if found is None:
-            raise HandlerMissing(flow)
+            raise HandlerMissing(flow, what="endpoint is configured")
         return found
 
     def find_step(self, emission: Emission) -> Handler:

@@ -1497,6 +1497,8 @@ def test_every_error_is_drawn_in_the_docstring() -> None:
         (errors.InvalidPolicy("", "max_age", "is wrong"), "max_age: is wrong"),
         (errors.UnknownFlow("order"), "flow order: there is no policy for it and none named 'default'"),
         (errors.HandlerMissing("order"), "flow order: no handler is registered for it"),
+        (errors.HandlerMissing("order", "ladder"), "ladder order: no handler is registered for it"),
+        (errors.HandlerMissing("order", what="endpoint is configured"), "flow order: no endpoint is configured for it"),
         (errors.ServerRefused("OOM", "command not allowed"), "OOM: command not allowed"),
         (errors.NamespaceMismatch("other partitions"), "other partitions"),
         (errors.AuthenticationFailed("wrong password"), "wrong password"),

@@ -626,6 +626,7 @@ def test_no_endpoint(live: Accumulator, server: EmbeddedServer, namespace: str, 
         with running(WebhookRunner(one, {"other": receiver.endpoint()})):
             wait_until(lambda: only(live).state == "retrying")
         assert [step[3] for step in only(live).timeline] == ["taken", "begun", "HandlerMissing"]
+        assert only(live).error == "HandlerMissing: flow f: no endpoint is configured for it"
         let_pass(live)
         with running(Closer(one), WebhookRunner(one, {"f": receiver.endpoint()})):
             wait_until(lambda: only(live).state == "confirmed")
