@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -246,12 +246,9 @@ def _of_bucket(client: Accumulator, key: str, ladder: str | None, start_id: str 
     ]
 
 
-def _which(which: str, ladder: str | None, start_id: str | None) -> Which:
-    key = _key(which, ladder, start_id)
-    if key is None:
-        return which
-    with connected() as (client, _):
-        there = _of_bucket(client, key, ladder, start_id)
+def _which(client: Accumulator, key: str, ladder: str | None, start_id: str | None) -> Which:
+    """The one of a bucket that is meant."""
+    there = _of_bucket(client, key, ladder, start_id)
     found = [run for run in there if not run.ended] or there[-1:]
     if len(found) > 1:
         several = id_list(
@@ -265,7 +262,18 @@ def _which(which: str, ladder: str | None, start_id: str | None) -> Which:
     return found[0].ladder_id if found else (key, ladder or "", start_id or "")
 
 
-def _moved(which: str, moved: LadderMoved, done: str, as_json: bool) -> None:
+def _move(
+    which: str,
+    ladder: str | None,
+    start_id: str | None,
+    as_json: bool,
+    done: str,
+    move: Callable[[Accumulator, Which], LadderMoved],
+) -> None:
+    """Moves the ladder that is meant, and says what became of it."""
+    key = _key(which, ladder, start_id)
+    with connected() as (client, _):
+        moved = move(client, which if key is None else _which(client, key, ladder, start_id))
     if as_json:
         say_json(moved._asdict())
     elif moved.outcome == "done":
@@ -289,10 +297,7 @@ def cancel(
     as_json: JsonOption = False,
 ) -> None:
     """Cancel a ladder: nothing of it that has not begun is executed. Exit code 1 where it has ended or is not there."""
-    named = _which(which, ladder, start_id)
-    with connected() as (client, _):
-        moved = client.cancel_ladder(named, reason)
-    _moved(which, moved, "cancelled", as_json)
+    _move(which, ladder, start_id, as_json, "cancelled", lambda client, one: client.cancel_ladder(one, reason))
 
 
 @ladder_app.command("reschedule")
@@ -304,10 +309,7 @@ def reschedule(
     as_json: JsonOption = False,
 ) -> None:
     """Move the steps still to come to another anchor. Exit code 1 where it has ended or is not there."""
-    named = _which(which, ladder, start_id)
-    with connected() as (client, _):
-        moved = client.reschedule_ladder(named, anchor)
-    _moved(which, moved, "rescheduled", as_json)
+    _move(which, ladder, start_id, as_json, "rescheduled", lambda client, one: client.reschedule_ladder(one, anchor))
 
 
 @ladder_app.command("pause")
@@ -315,10 +317,7 @@ def pause(
     which: WhichArgument, ladder: NameOption = None, start_id: StartOption = None, as_json: JsonOption = False
 ) -> None:
     """Hold a ladder until it is resumed. Exit code 1 where it has ended or is not there."""
-    named = _which(which, ladder, start_id)
-    with connected() as (client, _):
-        moved = client.pause_ladder(named)
-    _moved(which, moved, "paused", as_json)
+    _move(which, ladder, start_id, as_json, "paused", lambda client, one: client.pause_ladder(one))
 
 
 @ladder_app.command("resume")
@@ -326,7 +325,4 @@ def resume(
     which: WhichArgument, ladder: NameOption = None, start_id: StartOption = None, as_json: JsonOption = False
 ) -> None:
     """Let a paused ladder go on. Exit code 1 where it has ended or is not there."""
-    named = _which(which, ladder, start_id)
-    with connected() as (client, _):
-        moved = client.resume_ladder(named)
-    _moved(which, moved, "resumed", as_json)
+    _move(which, ladder, start_id, as_json, "resumed", lambda client, one: client.resume_ladder(one))

@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import json
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -131,7 +132,7 @@ class Effect:
         await asyncio.to_thread(self.__exit__, kind, error, trace)
 
 
-class Work:
+class Work(ABC):
     """What a handler gets of a manifest and of a ladder's step alike, and what it may do under this attempt.
 
     `window_id` is the id of what is handled, `effect_key` what the keys of its effects begin with. `results` holds what
@@ -236,9 +237,9 @@ class Work:
         elif self.handler.function is not None:
             self._resolve(self.handler.function(self))
 
+    @abstractmethod
     def quotes(self, text: str) -> bool:
         """Whether a text quotes what is not to be repeated: payloads, arguments."""
-        raise NotImplementedError
 
     def _run_stages(self, stages: Any) -> None:
         kept = self._perform("stages", self.window_id)

@@ -1,7 +1,7 @@
 #!lua
 -- aside: a handler sets an event of its manifest aside, to reconciliation, and finishes the rest.
 --
--- parts: clock, window, manifest
+-- parts: clock, attempt, window, manifest
 -- KEYS[1] -> <ns>:{<p>}:timers
 -- derived -> <ns>:{<p>}: manifest:<w> effects:<w> bucket:<k> reconcile policy:<flow> stats audit
 -- ARGV[1] -> the instant in ms of a namespace with a virtual clock; '' elsewhere

@@ -1,8 +1,12 @@
--- part attempt: what an attempt may say of its manifest (ARGV[2]), without all that is needed to move one.
-local manifest = prefix .. 'manifest:' .. ARGV[2]
+-- part attempt: what decides whether an attempt has a say of its manifest.
+local function holds(m, token)
+  return m.state == 'processing' and m.token == token and now < m.lease
+end
 
--- The attempt's number where its token has a say: it is processing, and its lease has not ended. As `holds` in part manifest.
-local function say_of(token)
-  local state, by, lease, attempt = unpack(call('HMGET', manifest, 'state', 'token', 'lease', 'attempt'))
-  return state == 'processing' and by == token and now < tonumber(lease) and attempt
+-- As much of a manifest as that takes: part manifest loads all that moving one does.
+local function load_attempt(window_id)
+  local m = { id = window_id, name = prefix .. 'manifest:' .. window_id }
+  m.state, m.token, m.lease, m.attempt = unpack(call('HMGET', m.name, 'state', 'token', 'lease', 'attempt'))
+  m.lease = tonumber(m.lease or 0)
+  return m
 end

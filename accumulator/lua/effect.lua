@@ -17,18 +17,18 @@
 -- reply   -> {'begun'|'confirmed'|'uncertain'|'undone'|'refused', result}
 -- cost    -> O(1)
 
-local ledger, name, step = prefix .. 'effects:' .. ARGV[2], ARGV[4], ARGV[5]
-local attempt = say_of(ARGV[3])
+local m = load_attempt(ARGV[2])
+local ledger, name, step = prefix .. 'effects:' .. m.id, ARGV[4], ARGV[5]
 local state, _, _, nonce, result = match(call('HGET', ledger, name) or '', '^(%a+) (%d+) (%d+) (%S+) (.*)$')
 local function write(to, text)
   state, result = to, text or ''
-  call('HSET', ledger, name, to .. ' ' .. attempt .. ' ' .. format('%d', now) .. ' ' .. ARGV[6] .. ' ' .. result)
+  call('HSET', ledger, name, to .. ' ' .. m.attempt .. ' ' .. format('%d', now) .. ' ' .. ARGV[6] .. ' ' .. result)
   call('HINCRBY', prefix .. 'stats', 'effect:' .. to, 1)
   return to
 end
 
 local answer = 'refused'
-if not attempt then
+if not holds(m, ARGV[3]) then
   answer = 'refused'
 elseif state == 'confirmed' then
   answer = 'confirmed'

@@ -269,10 +269,6 @@ local function fail(m, cause, delay, ...)
   end
 end
 
-local function holds(m, token)
-  return m.state == 'processing' and m.token == token and now < m.lease
-end
-
 -- Ids, digests and flags of the window, where they stay when the payloads go. From ARGV[at] to ARGV[last], where there
 -- is any: the manifest's digest, an anomaly found on reading or '', the number of retracted ids, these in order, then
 -- an entry's text each: '<digest> <received_at> <flags|-> <bytes of event_id> <event_id><ref>', flags l late, r

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- settle: ends attempts. What a token may say depends on nothing but its lease: whoever comes late has no say.
 --
--- parts: clock, window, manifest
+-- parts: clock, attempt, window, manifest
 -- KEYS[1] -> <ns>:{<p>}:timers
 -- derived -> <ns>:{<p>}: manifest:<w> manifests:<k> bucket:<k> effects:<w> checkpoint:<k> policy:<flow> tenants:<sink>
 --            ready:<sink>:<tenant> inflight outbox attention unrecorded audit ladder:<l> stats

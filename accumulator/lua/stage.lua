@@ -12,13 +12,14 @@
 -- reply   -> 'done' | 'refused'
 -- cost    -> O(1)
 
-if not say_of(ARGV[3]) then
+local m = load_attempt(ARGV[2])
+if not holds(m, ARGV[3]) then
   return 'refused'
 end
-local stages = prefix .. 'stages:' .. ARGV[2]
+local stages = prefix .. 'stages:' .. m.id
 if ARGV[4] == '' then
   call('UNLINK', stages)
-  call('HDEL', manifest, 'approved')
+  call('HDEL', m.name, 'approved')
 else
   call('HSET', stages, ARGV[4], ARGV[5])
 end
